@@ -24,9 +24,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-# Norms over shards leave a `_NormPartial`; it is recognised by `is_partial()`, only its home is private.
 from torch.distributed.tensor import DTensor
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
+
+# A GraphModule generates its code whenever it is made; of our stages only the last one runs. 2.3 to 2.13.
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     GuardOnDataDependentSymNode,
@@ -34,23 +36,26 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 # TorchDispatchMode has no public home; the extension point itself is documented. 2.0 to 2.13.
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DATA_DEPENDENT",
     "FakeTensor",
     "FakeTensorMode",
+    "LazyGraphModule",
     "TorchDispatchMode",
     "autograd_sequence_number",
     "current_autograd_sequence",
     "current_graph",
     "default_store",
-    "disable_proxy_modes_tracing",
     "fake_mode",
     "fake_store",
     "local_tensor",
     "make_fx",
     "python_guard",
+    "record_in_place",
+    "symbol_name",
     "symbolic_float",
     "tracing",
 ]
@@ -133,6 +138,27 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def record_in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Writes a call of an in-place operator without results into the graph being traced, symbols and all.
+
+    Operators with `float` arguments (the fused optimizers) turn a SymFloat into its value on their way through the
+    dispatcher, which would bake learning rates; their arguments' proxies are therefore looked up here. 2.11 to 2.13.
+    """
+    mode = get_proxy_mode()
+    assert mode is not None
+    tracer = mode.tracer
+
+    def proxy(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return get_proxy_slot(value, tracer, value, lambda slot: slot.proxy)
+        if isinstance(value, torch.SymFloat):
+            return get_proxy_slot(value, tracer).force()
+        return value
+
+    args_, kwargs_ = pytree.tree_map(proxy, (args, kwargs))
+    tracer.create_proxy("call_function", op, args_, kwargs_)
+
+
 def default_store() -> dist.Store:
     """The rendezvous store of the default group: the ranks agree on plans through it without a
     collective, so that no collective can hang. No public accessor. 2.0 to 2.13."""
@@ -145,8 +171,3 @@ def fake_store() -> dist.Store:
 
     store: dist.Store = FakeStore()
     return store
-
-
-def materialise_seeded(op: Any) -> bool:
-    """True for an operator that draws random numbers; the tag is public, its enum lives in torch.Tag."""
-    return isinstance(op, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in op.tags

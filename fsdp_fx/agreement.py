@@ -19,7 +19,7 @@ from fsdp_fx.errors import PlanMismatchError, message
 
 __all__ = ["Agreement", "plan_hash"]
 
-_NUMBERS = itertools.count()  # all ranks call fsdp_compile in the same order, so numbers match
+_NUMBERS = itertools.count()
 
 
 def plan_hash(plan: list[str]) -> str:
@@ -34,7 +34,9 @@ class Agreement:
         self.rank = rank
         self.world = world
         self.quiet = world == 1 or simulated
-        self.number = next(_NUMBERS)
+        # All ranks call fsdp_compile in the same order, so the n-th step of each rank is the same step; the store
+        # counts, so that a new process group starts anew.
+        self.number = next(_NUMBERS) if self.quiet else default_store().add(f"fsdp_fx/steps of rank {rank}", 1)
         self.rounds = 0
         seconds = float(os.environ.get("FSDP_FX_AGREE_TIMEOUT", "300"))
         self.timeout = datetime.timedelta(seconds=seconds)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -153,14 +155,15 @@ class CompiledStep(Generic[R]):
         log("tracing '%s': %s", getattr(self._train_step, "__name__", "step"), reason)
         begun = time.perf_counter()
         try:
-            captured = capture(self._train_step, self._model, args, kwargs, self._sharded)
-            step = captured.step
-            step.group = self._sharded.mesh.get_group().group_name
-            step.backend = self._backend()
-            step.mesh = self._sharded.mesh
-            step.rank = self._sharded.rank
-            step.timings["capture"] = time.perf_counter() - begun
-            stages = Pipeline().run(step)
+            with _gc_paused():
+                captured = capture(self._train_step, self._model, args, kwargs, self._sharded)
+                step = captured.step
+                step.group = self._sharded.mesh.get_group().group_name
+                step.backend = self._backend()
+                step.mesh = self._sharded.mesh
+                step.rank = self._sharded.rank
+                step.timings["capture"] = time.perf_counter() - begun
+                stages = Pipeline().run(step)
         except Exception as error:
             self._agreement.failed(error)
             raise
@@ -258,3 +261,15 @@ class CompiledStep(Generic[R]):
                 (target / f"{number:02d}_{stage}.diff").write_text(diff(before.graph, module.graph))
             before = module
         (target / "report.txt").write_text(str(self.report()) + "\n")
+
+
+@contextlib.contextmanager
+def _gc_paused() -> Iterator[None]:
+    """Tracing makes many long-lived objects; the collector would walk them again and again for nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

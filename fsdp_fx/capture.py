@@ -28,6 +28,7 @@ from fsdp_fx._torch_private import (
     fake_mode,
     make_fx,
     python_guard,
+    record_in_place,
     symbol_name,
     symbolic_float,
     tracing,
@@ -142,6 +143,9 @@ _ITEM_FIX = {
 }
 
 
+_FUSED = {torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_}
+
+
 class _Watch(TorchFunctionMode):
     """Refuses what has no place in one graph, at the user's line; lets the optimizers' own reads through."""
 
@@ -157,6 +161,10 @@ class _Watch(TorchFunctionMode):
                 # torch.tensor(0.0) would be a constant whose later .item() is baked; full() stays symbolic.
                 dtype = kwargs.get("dtype") or torch.tensor(args[0]).dtype
                 return torch.full((), args[0], dtype=dtype, device=kwargs.get("device"))
+            if func in _FUSED:
+                overload = "tensor_lr" if isinstance(kwargs.get("lr"), torch.Tensor) else "default"
+                record_in_place(getattr(getattr(torch.ops.aten, func.__name__), overload), args, kwargs)
+                return None
         elif func in _ITEM_CALLS and isinstance(args[0], FakeTensor):
             kind = f"{_type(args[0])} tensor"
             raise CaptureError(
@@ -457,6 +465,8 @@ def _finish(
     ]
     final = graph.output_node()
     final.args = (tuple(final.args[0]),)  # type: ignore[arg-type]
+    for node in graph.nodes:
+        node.meta.setdefault("val", None)  # in-place foreach operators return nothing
     step = StepGraph(
         StepGraphModule(module, graph),
         StepSignature(tuple(specs), tuple(outputs)),
@@ -466,7 +476,6 @@ def _finish(
     remove_dead(step.graph)
     inits = _lift_state(step, stepped)
     remove_dead(step.graph)
-    step.module.recompile()
     hyper_symbols = {
         symbols[position, where]: (number_of[position], where)
         for position, where in symbols

@@ -77,5 +77,4 @@ class Pipeline:
             after = replace(after, timings={**after.timings, one.name: time.perf_counter() - begun})
             stages.keep(one.name, after)
             current = after
-        current.module.recompile()
         return stages

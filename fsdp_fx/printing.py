@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx as fx
 
+from fsdp_fx._torch_private import LazyGraphModule
+
 if TYPE_CHECKING:
     from fsdp_fx.step_graph import StepGraph
 
@@ -115,7 +117,7 @@ def graph_text(graph: fx.Graph, roles: dict[str, str] | None = None, outputs: tu
     return "\n".join(lines) + "\n"
 
 
-class StepGraphModule(fx.GraphModule):
+class StepGraphModule(LazyGraphModule):
     """An ordinary `GraphModule` whose `str()` shows types, roles and origins; `.code` is as always."""
 
     _roles: dict[str, str]

@@ -19,6 +19,7 @@ from fsdp_fx.capture import Captured, OutputRef
 from fsdp_fx.errors import CollectiveError, message
 from fsdp_fx.optimizers import Hyperparameter, read_hyperparameter, static_settings
 from fsdp_fx.pipeline import Stages
+from fsdp_fx.printing import StepGraphModule
 from fsdp_fx.signature import (
     BatchInput,
     BufferInput,
@@ -49,7 +50,10 @@ class Program:
         captured.optimizers = []  # weak references only: a dropped optimizer must not live on in a program
         self.settings = [static_settings(o) for o in self.optimizers()]
         self._guard = _guard_function(captured)
-        self._run = stages.step.module.forward
+        module = stages.step.module
+        assert isinstance(module, StepGraphModule)
+        module.real_recompile()
+        self._run = module.forward
         index_of = {p.name: p.index for p in sharded.layout.params}
         signature = stages.step.signature
         owners = {name: _owner(model, name) for name, _ in model.named_buffers()}
