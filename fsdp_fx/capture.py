@@ -125,11 +125,11 @@ def _safe(text: str) -> str:
 
 
 _ITEM_CALLS = {
-    torch.Tensor.item: "{}.item()",
-    torch.Tensor.tolist: "{}.tolist()",
-    torch.Tensor.numpy: "{}.numpy()",
-    torch.Tensor.__float__: "float({})",
-    torch.Tensor.__int__: "int({})",
+    torch.Tensor.item: ".item() on {}",
+    torch.Tensor.tolist: ".tolist() on {}",
+    torch.Tensor.numpy: ".numpy() on {}",
+    torch.Tensor.__float__: "float() of {}",
+    torch.Tensor.__int__: "int() of {}",
     torch.Tensor.__index__: "using {} as an index",
     torch.Tensor.__bool__: "a Python branch on {}",
     torch.Tensor.__array__: "numpy on {}",
@@ -166,10 +166,10 @@ class _Watch(TorchFunctionMode):
                 record_in_place(getattr(getattr(torch.ops.aten, func.__name__), overload), args, kwargs)
                 return None
         elif func in _ITEM_CALLS and isinstance(args[0], FakeTensor):
-            kind = f"{_type(args[0])} tensor"
+            kind = f"a tensor {_type(args[0])}"
             raise CaptureError(
                 message(
-                    f"The step reads a tensor's value: {_ITEM_CALLS[func].format('a ' + kind)}.",
+                    f"The step reads a tensor's value: {_ITEM_CALLS[func].format(kind)}.",
                     "The step is one graph for all calls; a value read here would be baked in.",
                     _ITEM_FIX.get(func, "Return the tensor from the step and read it outside (float(step(...)))."),
                     str(user_frame(2) or ""),
@@ -315,9 +315,11 @@ def capture(
                         module._buffers[key] = buffers[id(buffer)]
             args_, kwargs_ = pytree.tree_unflatten(batch, tree)
             result = train_step(model, *args_, **kwargs_)
-            return _collect(result, out, stepped, optimizers, stand_ins, grads, state_inputs, layouts, hyper_values)
+            return _collect(
+                result, out, stepped, optimizers, stand_ins, grads, state_inputs, layouts, hyper_values, _defined_at(train_step)
+            )
 
-        with _translated(train_step), tracing(mode), module_paths(model) as modules, watch, _grad_mode_kept():
+        with _translated(train_step, watch), tracing(mode), module_paths(model) as modules, watch, _grad_mode_kept():
 
             def annotated(*values: Any) -> list[Any]:
                 with Annotator(modules):
@@ -363,6 +365,7 @@ def _collect(
     state_inputs: dict[tuple[int, int, str], torch.Tensor],
     layouts: Any,
     hyper_values: dict[tuple[int, Hyperparameter], Any],
+    where: str,
 ) -> list[Any]:
     """Reads everything the step left behind; fills `out` and returns the traced values."""
     leaves, spec = pytree.tree_flatten(result)
@@ -382,6 +385,7 @@ def _collect(
                         "Its tensors cannot be found, so they would be lost.",
                         "Return a tuple, dict or named tuple, or register the class with "
                         "torch.utils._pytree.register_pytree_node / register_dataclass.",
+                        where,
                     )
                 )
             kept.append(leaf)
@@ -394,7 +398,7 @@ def _collect(
     index_of = {id(p): i for i, p in enumerate(stand_ins)}
     for optimizer in stepped:
         position = next(i for i, o in enumerate(optimizers) if o is optimizer)
-        _check_untouched(optimizer, position, hyper_values)
+        _check_untouched(optimizer, position, hyper_values, where)
         for p, entries in optimizer.state.items():
             for key, value in entries.items():
                 if not isinstance(value, torch.Tensor):
@@ -403,7 +407,8 @@ def _collect(
                             message(
                                 f"{type(optimizer).__name__} keeps a Python number in its state ('{key}').",
                                 "It would be baked into the graph and never change again.",
-                                f"Keep it as a 0-d tensor: state['{key}'] = torch.tensor({value!r}).",
+                                f"Keep it as a 0-d tensor: state['{key}'] = torch.tensor(0.0).",
+                                where,
                             )
                         )
                     continue
@@ -415,23 +420,26 @@ def _collect(
 
 
 def _check_untouched(
-    optimizer: Optimizer, position: int, hyper_values: dict[tuple[int, Hyperparameter], Any]
+    optimizer: Optimizer, position: int, hyper_values: dict[tuple[int, Hyperparameter], Any], at: str
 ) -> None:
-    for where in hyperparameters(optimizer):
-        now = read_hyperparameter(optimizer, where)
-        if now is not hyper_values.get((position, where), now):
-            raise CaptureError(_hyper_changed(optimizer, where.group, where.key))
     for (owner, where), value in hyper_values.items():
         if owner == position and read_hyperparameter(optimizer, where) is not value:
-            raise CaptureError(_hyper_changed(optimizer, where.group, where.key))
+            name = f"{type(optimizer).__name__}.param_groups[{where.group}]['{where.key}']"
+            raise CaptureError(
+                message(
+                    f"The step changes {name} (a scheduler inside the step?).",
+                    "Hyperparameters are inputs of the graph; a value computed in Python while tracing would be baked.",
+                    "Call scheduler.step() (or set the value) outside the step, after it returns: no retrace follows.",
+                    at,
+                )
+            )
 
 
-def _hyper_changed(optimizer: Optimizer, group: int, key: str) -> str:
-    return message(
-        f"The step changes {type(optimizer).__name__}.param_groups[{group}]['{key}'] (a scheduler inside the step?).",
-        "Hyperparameters are inputs of the graph; a value computed in Python while tracing would be baked.",
-        "Call scheduler.step() (or set the value) outside the step, after it returns: no retrace follows.",
-    )
+def _defined_at(function: Callable[..., Any]) -> str:
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return type(function).__name__
+    return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
 
 
 def _finish(
@@ -669,13 +677,23 @@ def _grad_mode_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _translated(train_step: Callable[..., Any]) -> Iterator[None]:
+def _translated(train_step: Callable[..., Any], watch: _Watch) -> Iterator[None]:
     """Gives errors of torch's tracing our form; leaves the user's own errors as they are, with a note."""
     try:
         yield
     except CaptureError:
         raise
     except DATA_DEPENDENT as error:
+        if watch.in_optimizer:
+            raise CaptureError(
+                message(
+                    "The optimizer decides in Python on a value of its state (RAdam, ASGD, Adafactor do so by step count).",
+                    f"The step is one graph for all calls ({type(error).__name__}).",
+                    "Use an optimizer without such branches (Adam, AdamW, SGD, NAdam, RMSprop, Adagrad, Muon, ...), or its "
+                    "capturable=True form where it has one.",
+                    str(user_frame_of(error) or ""),
+                )
+            ) from error
         raise CaptureError(
             message(
                 "The step does something whose shape or course depends on a tensor's values.",

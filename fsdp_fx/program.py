@@ -19,7 +19,7 @@ from fsdp_fx.capture import Captured, OutputRef
 from fsdp_fx.errors import CollectiveError, message
 from fsdp_fx.optimizers import Hyperparameter, read_hyperparameter, static_settings
 from fsdp_fx.pipeline import Stages
-from fsdp_fx.printing import StepGraphModule
+from fsdp_fx.printing import StepGraphModule, node_text
 from fsdp_fx.signature import (
     BatchInput,
     BufferInput,
@@ -142,11 +142,8 @@ class Program:
         if self._lifted:
             self.create_state()
         arguments = list(self._template)
-        parameters = self.sharded.parameters
         for position, index in self._gradients:
-            grad = parameters[index].grad
-            assert grad is not None
-            arguments[position] = self.sharded.padded_local(grad, self.sharded.layout.params[index])
+            arguments[position] = self.sharded.gradient(index)
         for position, holder, name in self._buffers:
             arguments[position] = holder[name]
         for position, number, where in self._hypers:
@@ -166,11 +163,10 @@ class Program:
     def _finish(self, results: tuple[Any, ...], optimizers: list[Optimizer]) -> Any:
         sharded = self.sharded
         for name in self.captured.cleared_gradients:
-            sharded.parameters[self._index_of[name]].grad = None
+            sharded.clear_gradient(self._index_of[name])
         for spec, value in zip(self._outputs, results, strict=True):
             if isinstance(spec, GradientOutput):
-                index = self._index_of[spec.parameter]
-                sharded.parameters[index].grad = sharded.as_dtensor(value, sharded.layout.params[index])
+                sharded.show_gradient(self._index_of[spec.parameter], value)
             elif isinstance(spec, OptimizerStateOutput):
                 self.state.put(optimizers[spec.optimizer], self._index_of[spec.parameter], spec.key, value)
         for optimizer in optimizers:
@@ -211,7 +207,7 @@ class Program:
                     "without it.",
                     "Look for the first error among the other ranks' logs, then restart all ranks from a checkpoint.",
                     str(frame or ""),
-                    node.format_node() if node is not None else None,
+                    node_text(node) if node is not None else None,
                 )
             ) from error
         error.add_note(f"fsdp_fx: raised by {what} of the compiled step, which stands for {frame}")

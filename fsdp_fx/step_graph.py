@@ -247,6 +247,14 @@ class Aliases:
     def root(self, node: fx.Node) -> fx.Node:
         return self._root[node]
 
+    def tensor_itself(self, node: fx.Node) -> fx.Node:
+        """What `node` is once in-place operators are seen through: `add_(x)` is `x` itself."""
+        while True:
+            targets = written_args(node)
+            if not targets or targets[0] not in aliased_args(node):
+                return node
+            node = targets[0]
+
     def writes(self, node: fx.Node) -> list[fx.Node]:
         """Roots that `node` writes."""
         return [self._root[n] for n in written_args(node)]

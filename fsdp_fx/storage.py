@@ -57,6 +57,7 @@ class ShardedModel:
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh):
         self.mesh = mesh
+        self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.optimizer_shards: Any = None  # set by fsdp_compile; lives and dies with the shards
         self.rank = mesh.get_local_rank()
         world = mesh.size()
@@ -185,6 +186,25 @@ class ShardedModel:
             padded[: local.shape[0]].copy_(local)
             return padded
         return local
+
+    def show_gradient(self, index: int, padded: torch.Tensor) -> None:
+        """Puts a padded gradient shard into `p.grad`."""
+        shown = self.as_dtensor(padded, self.layout.params[index])
+        self.parameters[index].grad = shown
+        self._gradients[index] = (shown, padded)
+
+    def gradient(self, index: int) -> torch.Tensor:
+        """The padded shard behind `p.grad`, taken in first if somebody else put it there; writes to it show."""
+        grad = self.parameters[index].grad
+        assert grad is not None
+        known = self._gradients.get(index)
+        if known is None or known[0] is not grad:
+            self.show_gradient(index, self.padded_local(grad, self.layout.params[index]))
+        return self._gradients[index][1]
+
+    def clear_gradient(self, index: int) -> None:
+        self.parameters[index].grad = None
+        self._gradients.pop(index, None)
 
     def _range(self, layout: ParamLayout) -> tuple[int, int]:
         rows = layout.local_rows(self.rank)

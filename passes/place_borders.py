@@ -64,18 +64,20 @@ def place_borders(step: StepGraph) -> StepGraph:
 def _sharded_nodes(step: StepGraph, aliases: Aliases) -> set[fx.Node]:
     state = step.nodes_of(ParameterInput, GradientInput, OptimizerStateInput)
     seeds = step.nodes_of(GradientInput, OptimizerStateInput)
+    parameters = step.nodes_of(ParameterInput)
     sharded: set[fx.Node] = set()
     own: set[fx.Node] = set(step.nodes_of(BatchInput, BufferInput))  # depends on this rank's own values
     for node in step.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        arguments = node.all_input_nodes
+        # A parameter after an in-place update is still that parameter: reading it is no reading of gradients.
+        arguments = [p if (p := aliases.tensor_itself(a)) in parameters else a for a in node.all_input_nodes]
         if (
             any(a in seeds or a in sharded or a.target is reduce_gradient for a in arguments)
             or any(root in state for root in aliases.writes(node))
         ) and node.target is not reduce_gradient:
             sharded.add(node)
-        elif is_random(node) or node.op == "get_attr" or any(a in own for a in arguments):
+        elif is_random(node) or any(a in own for a in arguments):
             own.add(node)
     output = step.output_node()
     for node in reversed(step.graph.nodes):
@@ -119,7 +121,8 @@ def _insert_gathers(step: StepGraph, aliases: Aliases, sharded: set[fx.Node]) ->
                     current.pop(root, None)
                     written.add(root)
             continue
-        for argument in node.all_input_nodes:
+        for read in node.all_input_nodes:
+            argument = aliases.tensor_itself(read)
             spec = parameters.get(argument)
             if not isinstance(spec, ParameterInput):
                 continue
@@ -139,7 +142,7 @@ def _insert_gathers(step: StepGraph, aliases: Aliases, sharded: set[fx.Node]) ->
                 border.meta = {**first.meta, "val": argument.meta["val"], "phase": first.meta.get("phase", "forward")}
                 current[argument] = border
                 segment_of[border] = segment
-            node.replace_input_with(argument, current[argument])
+            node.replace_input_with(read, current[argument])
     return segment_of
 
 

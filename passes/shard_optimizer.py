@@ -36,6 +36,7 @@ from torch.utils import _pytree as pytree
 from fsdp_fx._torch_private import local_tensor, make_fx
 from fsdp_fx.errors import CaptureError, message
 from fsdp_fx.graph_pass import graph_pass
+from fsdp_fx.printing import node_text
 from fsdp_fx.signature import (
     GradientInput,
     OptimizerStateInput,
@@ -198,7 +199,7 @@ class _Sharder:
                 why or "The sharded domain has no rule for it.",
                 fix or "Report the step; do this part outside of it meanwhile.",
                 str(node.meta.get("frame") or ""),
-                node.format_node(),
+                node_text(node),
             )
         )
 

@@ -1,0 +1,235 @@
+"""Every refusal names the user's file and line, says why and offers a way out. Golden texts."""
+
+import re
+
+import cases
+import expecttest
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp_fx
+from fsdp_fx import fsdp_compile
+
+
+def small():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def item(model, x):
+    loss = model(x).sum()
+    loss.backward()
+    return loss.item()
+
+
+def to_float(model, x):
+    loss = model(x).sum()
+    print(f"loss {float(loss)}")
+    loss.backward()
+
+
+def branch(model, x):
+    loss = model(x).sum()
+    if loss > 0:
+        loss.backward()
+
+
+def numpy(model, x):
+    return model(x).detach().numpy()
+
+
+def data_dependent(model, x):
+    out = model(x)
+    return out[out > 0].sum()
+
+
+def twice(model, x):
+    loss = model(x).pow(2).sum()
+    loss.backward()
+    loss.backward()
+
+
+def create_graph(model, x):
+    loss = model(x).pow(2).sum()
+    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    return sum(g.pow(2).sum() for g in grads)
+
+
+def foreign_parameter():
+    stray = nn.Parameter(torch.zeros(3))
+    model = small()
+    optimizer = torch.optim.SGD([*model.parameters(), stray], lr=0.1)
+
+    def train_step(model, x):
+        model(x).sum().backward()
+        optimizer.step()
+
+    return model, train_step
+
+
+def closure():
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(model, x):
+        optimizer.step(lambda: model(x).sum())
+
+    return model, train_step
+
+
+def scheduler_inside():
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+    def train_step(model, x):
+        model(x).sum().backward()
+        optimizer.step()
+        scheduler.step()
+
+    return model, train_step
+
+
+def own_value_on_gradients(model, x):
+    loss = model(x).sum()
+    loss.backward()
+    for p in model.parameters():
+        p.grad.mul_(x.sum())
+
+
+def noise_on_gradients(model, x):
+    model(x).sum().backward()
+    for p in model.parameters():
+        p.grad.add_(torch.randn_like(p.grad))
+
+
+class Box:
+    def __init__(self, x):
+        self.x = x
+
+
+def returns_a_box(model, x):
+    return Box(model(x))
+
+
+def refusal(case):
+    """The message of the error that a step raises, with paths made short."""
+    torch.manual_seed(0)
+    make = globals()[case]
+    model, step = make() if make.__code__.co_argcount == 0 else (small(), make)
+    compiled = fsdp_compile(step, model)
+    before = {k: v.clone() for k, v in cases.snapshot(model).items()}
+    state = torch.get_rng_state()
+    try:
+        compiled(torch.ones(3, 4))
+    except fsdp_fx.FsdpFxError as error:
+        text = str(error)
+    else:
+        raise AssertionError("not refused")
+    assert cases.differences(before, cases.snapshot(model)) == []
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(p.grad is None for p in model.parameters())
+    # The model is untouched: an honest step still compiles and runs.
+    fsdp_compile(lambda model, x: model(x).sum(), model)(torch.ones(3, 4))
+    return re.sub(r"\S*/tests/", "tests/", re.sub(r"py:\d+", "py:LINE", text))
+
+
+class TestRefusals(expecttest.TestCase):
+    @pytest.fixture(autouse=True)
+    def _ranks(self, ranks):
+        self.ranks = ranks
+
+    def check(self, case, expected):
+        texts = self.ranks(2, refusal, case)
+        assert texts[0] == texts[1]
+        self.assertExpectedInline(texts[0], expected, skip=1)
+
+    def test_item(self):
+        self.check("item", """\
+The step reads a tensor's value: a f32[] tensor.item().
+  at:  tests/test_refusals.py:LINE in item: return loss.item()
+  why: The step is one graph for all calls; a value read here would be baked in.
+  fix: Return the tensor from the step and read it outside (float(step(...))).""")
+
+    def test_to_float(self):
+        self.check("to_float", """\
+The step reads a tensor's value: float(a f32[] tensor).
+  at:  tests/test_refusals.py:LINE in to_float: print(f"loss {float(loss)}")
+  why: The step is one graph for all calls; a value read here would be baked in.
+  fix: Return the tensor from the step and read it outside (float(step(...))).""")
+
+    def test_branch(self):
+        self.check("branch", """\
+The step reads a tensor's value: a Python branch on a b8[] tensor.
+  at:  tests/test_refusals.py:LINE in branch: if loss > 0:
+  why: The step is one graph for all calls; a value read here would be baked in.
+  fix: Write the choice as tensor arithmetic (torch.where, multiplication by a mask), or decide outside the step.""")
+
+    def test_numpy(self):
+        self.check("numpy", """\
+The step reads a tensor's value: a f32[3,2] tensor.numpy().
+  at:  tests/test_refusals.py:LINE in numpy: return model(x).detach().numpy()
+  why: The step is one graph for all calls; a value read here would be baked in.
+  fix: Use torch operators on the tensor, or return it and convert it outside the step.""")
+
+    def test_data_dependent(self):
+        self.check("data_dependent", """\
+The step does something whose shape or course depends on a tensor's values.
+  at:  tests/test_refusals.py:LINE in data_dependent: return out[out > 0].sum()
+  why: The step is one graph for all calls (DynamicOutputShapeException: aten.nonzero.default).
+  fix: Use a form of fixed shape (a mask and torch.where instead of indexing by a mask or nonzero()), or do it outside the step.""")
+
+    def test_twice(self):
+        self.check("twice", """\
+The step calls backward a second time on a graph that the first call freed.
+  at:  tests/test_refusals.py:LINE in twice: loss.backward()
+  why: Eager PyTorch fails here too.
+  fix: Pass retain_graph=True to the first backward, or add the losses and call backward once.""")
+
+    def test_create_graph(self):
+        self.check("create_graph", """\
+The gradient of '1.bias' is itself differentiated (create_graph=True).
+  at:  tests/test_refusals.py:LINE in create_graph: grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+  why: The mean over ranks has no place inside a rank's own backward graph.
+  fix: Differentiate with respect to activations, or keep the penalty out of the step.""")
+
+    def test_foreign_parameter(self):
+        self.check("foreign_parameter", """\
+SGD steps a parameter (f32[3]) that the model does not own.
+  at:  tests/test_refusals.py:LINE in train_step: optimizer.step()
+  why: Only the model's parameters are sharded and reduced; this one would be trained on each rank's own gradient, or not at all.
+  fix: Register it on the model (self.x = nn.Parameter(...)), give it an optimizer of its own outside the step, or rebuild the optimizer from model.parameters() after fsdp_compile.""")
+
+    def test_closure(self):
+        self.check("closure", """\
+SGD.step was given a closure.
+  at:  tests/test_refusals.py:LINE in train_step: optimizer.step(lambda: model(x).sum())
+  why: A closure is run an unknown number of times, so the step has no single graph.
+  fix: Call loss.backward() yourself and then optimizer.step() without arguments.""")
+
+    def test_scheduler_inside(self):
+        self.check("scheduler_inside", """\
+The step changes SGD.param_groups[0]['lr'] (a scheduler inside the step?).
+  why: Hyperparameters are inputs of the graph; a value computed in Python while tracing would be baked.
+  fix: Call scheduler.step() (or set the value) outside the step, after it returns: no retrace follows.""")
+
+    def test_own_value_on_gradients(self):
+        self.check("own_value_on_gradients", """\
+Operator aten.mul_.Tensor combines a sharded gradient, parameter or state with a value that each rank has for itself.
+  at:  tests/test_refusals.py:LINE in own_value_on_gradients: p.grad.mul_(x.sum())
+  why: Ranks would treat their rows differently, and the result depends on who owns which row.
+  fix: Reduce the value over ranks first, or apply it to the loss before backward.
+  graph:
+    %mul_ : [num_users=1] = call_function[target=torch.ops.aten.mul_.Tensor](args = (%detach_3, %sum_4), kwargs = {})""")
+
+    def test_noise_on_gradients(self):
+        self.check("noise_on_gradients", """""")
+
+    def test_returns_a_box(self):
+        self.check("returns_a_box", """\
+The step returns a Box, which holds tensors but is not a pytree.
+  why: Its tensors cannot be found, so they would be lost.
+  fix: Return a tuple, dict or named tuple, or register the class with torch.utils._pytree.register_pytree_node / register_dataclass.""")
