@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.tensor import DTensor
 
 # A GraphModule generates its code whenever it is made; of our stages only the last one runs. 2.3 to 2.13.
@@ -51,6 +51,7 @@ __all__ = [
     "default_store",
     "fake_mode",
     "fake_store",
+    "local_store",
     "local_tensor",
     "make_fx",
     "python_guard",
@@ -82,7 +83,9 @@ def symbolic_float(mode: FakeTensorMode, value: float, name: str) -> torch.SymFl
     assert env is not None
     source = ConstantSource(name)
     symbol = env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
-    return env.create_symfloatnode(symbol, hint=value, source=source)
+    made = env.create_symfloatnode(symbol, hint=value, source=source)
+    assert isinstance(made, torch.SymFloat)
+    return made
 
 
 def symbol_name(value: torch.SymFloat) -> str:
@@ -118,7 +121,7 @@ def tracing(mode: FakeTensorMode) -> Iterator[None]:
 
 def autograd_sequence_number() -> int:
     """The number of the autograd node made last: links a forward operator to its backward. 2.0 to 2.13."""
-    return int(torch.autograd._get_sequence_nr()) - 1
+    return int(torch._C._autograd._get_sequence_nr()) - 1
 
 
 def current_autograd_sequence() -> int | None:
@@ -159,15 +162,21 @@ def record_in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     tracer.create_proxy("call_function", op, args_, kwargs_)
 
 
-def default_store() -> dist.Store:
+def default_store() -> Store:
     """The rendezvous store of the default group: the ranks agree on plans through it without a
     collective, so that no collective can hang. No public accessor. 2.0 to 2.13."""
     return dist.distributed_c10d._get_default_store()
 
 
-def fake_store() -> dist.Store:
+def local_store() -> Store:
+    """A store for a world of one; `torch.distributed.HashStore` works but is not exported for type checkers."""
+    store: Store = dist.HashStore()  # type: ignore[attr-defined]
+    return store
+
+
+def fake_store() -> Store:
     """The store of the fake process group, which lives in torch's testing folder. 2.1 to 2.13."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    store: dist.Store = FakeStore()
+    store: Store = FakeStore()
     return store

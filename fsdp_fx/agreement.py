@@ -101,7 +101,7 @@ def _missing(rank: int, what: str, timeout: datetime.timedelta) -> str:
 
 
 def _compare(entries: list[dict[str, object]]) -> str:
-    """"" if all ranks hold rank 0's plan, else what to tell everybody."""
+    """ "" if all ranks hold rank 0's plan, else what to tell everybody."""
     for rank, entry in enumerate(entries):
         if "error" in entry:
             return message(
@@ -122,7 +122,8 @@ def _compare(entries: list[dict[str, object]]) -> str:
 
 
 def _difference(ours: object, theirs: object, rank: int) -> str:
-    assert isinstance(ours, list) and isinstance(theirs, list)
+    assert isinstance(ours, list)
+    assert isinstance(theirs, list)
     for position, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         if a != b:
             return f"number {position} is '{a}' on rank 0 and '{b}' on rank {rank}"

@@ -39,7 +39,6 @@ from fsdp_fx.ops import reduce_gradient
 from fsdp_fx.optimizers import (
     Hyperparameter,
     find_optimizers,
-    hyperparameters,
     read_hyperparameter,
     swapped,
 )
@@ -68,7 +67,8 @@ __all__ = ["Captured", "StateInit", "capture"]
 class StateInit:
     """State that the optimizer creates at its first step: made sharded, before the first run.
 
-    `value` fills it, or the hyperparameter (of which optimizer, where) does; `like_parameter` says that it has the parameter's shape and is sharded as the parameter is; else it is whole, of `shape`.
+    `value` fills it, or the hyperparameter (of which optimizer, where) does. `like_parameter` says that it has the
+    parameter's shape and is sharded as the parameter is; else it is whole, of `shape`.
     """
 
     optimizer: int
@@ -296,6 +296,7 @@ def capture(
             else:
                 _check_leaf(leaf, paths[number])
                 batch.append(leaf)
+
         def run(*values: Any) -> list[Any]:
             # make_fx hands the same stand-ins back, now tracked, so closures over them are closures over inputs.
             assert all(given is value for given, value in zip(values, inputs.values, strict=True))
@@ -316,7 +317,16 @@ def capture(
             args_, kwargs_ = pytree.tree_unflatten(batch, tree)
             result = train_step(model, *args_, **kwargs_)
             return _collect(
-                result, out, stepped, optimizers, stand_ins, grads, state_inputs, layouts, hyper_values, _defined_at(train_step)
+                result,
+                out,
+                stepped,
+                optimizers,
+                stand_ins,
+                grads,
+                state_inputs,
+                layouts,
+                hyper_values,
+                _defined_at(train_step),
             )
 
         with _translated(train_step, watch), tracing(mode), module_paths(model) as modules, watch, _grad_mode_kept():
@@ -485,9 +495,7 @@ def _finish(
     inits = _lift_state(step, stepped)
     remove_dead(step.graph)
     hyper_symbols = {
-        symbols[position, where]: (number_of[position], where)
-        for position, where in symbols
-        if position in number_of
+        symbols[position, where]: (number_of[position], where) for position, where in symbols if position in number_of
     }
     return Captured(
         step=step,
@@ -506,9 +514,9 @@ def remove_dead(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         if node.op in ("placeholder", "output"):
             continue
-        if str(node.target).startswith("profiler."):
-            graph.erase_node(node)
-        elif not node.users and not written_args(node) and not is_random(node):
+        if str(node.target).startswith("profiler.") or (
+            not node.users and not written_args(node) and not is_random(node)
+        ):
             graph.erase_node(node)
 
 
@@ -543,9 +551,7 @@ def _lift_state(step: StepGraph, stepped: list[Optimizer]) -> list[StateInit]:
     nodes: list[fx.Node] = []
     inits: list[StateInit] = []
     roots: list[fx.Node] = []
-    known = {
-        (s.optimizer, s.parameter, s.key) for _, s in step.inputs() if isinstance(s, OptimizerStateInput)
-    }
+    known = {(s.optimizer, s.parameter, s.key) for _, s in step.inputs() if isinstance(s, OptimizerStateInput)}
     for spec, node in zip(step.signature.outputs, step.output_args(), strict=True):
         init = None
         if isinstance(spec, OptimizerStateOutput) and (spec.optimizer, spec.parameter, spec.key) not in known:
@@ -560,9 +566,7 @@ def _lift_state(step: StepGraph, stepped: list[Optimizer]) -> list[StateInit]:
             roots.append(root)
     specs: list[tuple[InputSpec, Any]] = [
         (
-            OptimizerStateInput(
-                f"s{i.optimizer}_{_safe(i.key)}_{_safe(i.parameter)}", i.optimizer, i.parameter, i.key
-            ),
+            OptimizerStateInput(f"s{i.optimizer}_{_safe(i.key)}_{_safe(i.parameter)}", i.optimizer, i.parameter, i.key),
             root.meta["val"],
         )
         for i, root in zip(inits, roots, strict=True)
@@ -687,9 +691,9 @@ def _translated(train_step: Callable[..., Any], watch: _Watch) -> Iterator[None]
         if watch.in_optimizer:
             raise CaptureError(
                 message(
-                    "The optimizer decides in Python on a value of its state (RAdam, ASGD, Adafactor do so by step count).",
+                    "The optimizer decides in Python on a value of its state (as RAdam, ASGD and Adafactor do).",
                     f"The step is one graph for all calls ({type(error).__name__}).",
-                    "Use an optimizer without such branches (Adam, AdamW, SGD, NAdam, RMSprop, Adagrad, Muon, ...), or its "
+                    "Use one without such branches (Adam, AdamW, SGD, NAdam, RMSprop, Adagrad, Muon, ...), or its "
                     "capturable=True form where it has one.",
                     str(user_frame_of(error) or ""),
                 )

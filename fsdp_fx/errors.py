@@ -88,10 +88,7 @@ _OWN = [os.path.dirname(os.path.abspath(__file__))]
 _OWN += [os.path.realpath(os.path.join(_OWN[0], part)) for part in ("passes", "kernels")]
 _FRAMEWORK = tuple(os.path.join(path, "") for path in [*_OWN, os.path.dirname(torch.__file__)])
 _STDLIB = os.path.join(sysconfig.get_paths()["stdlib"], "")
-_SITE = tuple(
-    os.path.join(path, "")
-    for path in {sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]}
-)
+_SITE = tuple(os.path.join(path, "") for path in {sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]})
 
 
 _IS_USER: dict[str, bool] = {}  # by file name: a function of the name alone, so safe to share

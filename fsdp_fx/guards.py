@@ -51,7 +51,9 @@ class Guards:
     def structure(self, key: tuple[Any, ...]) -> tuple[Any, ...]:
         """The key without batch shapes: programs of one structure share one plan."""
         tree, leaves, *rest = key
-        kinds = tuple(("tensor", leaf[2]) if isinstance(leaf, tuple) and leaf[0] == "tensor" else leaf for leaf in leaves)
+        kinds = tuple(
+            ("tensor", leaf[2]) if isinstance(leaf, tuple) and leaf[0] == "tensor" else leaf for leaf in leaves
+        )
         return (tree, kinds, *rest)
 
     def difference(self, before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
@@ -60,9 +62,7 @@ class Guards:
         for name, old, new in zip(self.NAMES, before, now, strict=True):
             if old != new:
                 if name == self.NAMES[1]:
-                    pairs = [
-                        f"{_text(a)} -> {_text(b)}" for a, b in zip(old, new, strict=False) if a != b
-                    ]
+                    pairs = [f"{_text(a)} -> {_text(b)}" for a, b in zip(old, new, strict=False) if a != b]
                     name = f"{name} ({', '.join(pairs[:3])})"
                 changed.append(name)
         return " and ".join(changed) + " changed" if changed else "no compiled graph fits"

@@ -60,7 +60,7 @@ def rebind_optimizers(sharded: ShardedModel) -> None:
     for optimizer in find_optimizers(sharded.replaced):
         for group in optimizer.param_groups:
             group["params"][:] = [_shard_of(p, sharded) for p in group["params"]]
-        state: dict[Any, Any] = defaultdict(dict)
+        state: defaultdict[Any, Any] = defaultdict(dict)
         for parameter, entries in optimizer.state.items():
             index = sharded.replaced.get(id(parameter))
             if index is None:
@@ -170,7 +170,7 @@ def swapped(
             wheres = hyperparameters(optimizer)
             values = {w: hyper_of(position, w) for w in wheres}
             strangers[id(optimizer)] = []
-            state: dict[Any, Any] = defaultdict(dict)
+            state: defaultdict[Any, Any] = defaultdict(dict)
             for number, group in enumerate(optimizer.param_groups):
                 stand_ins = []
                 for p in group["params"]:

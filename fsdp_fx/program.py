@@ -41,7 +41,9 @@ __all__ = ["Program"]
 class Program:
     """A step graph ready to run for one set of guards."""
 
-    def __init__(self, captured: Captured, stages: Stages, model: nn.Module, sharded: ShardedModel, state: OptimizerShards):
+    def __init__(
+        self, captured: Captured, stages: Stages, model: nn.Module, sharded: ShardedModel, state: OptimizerShards
+    ):
         self.captured = captured
         self.stages = stages
         self.sharded = sharded
@@ -89,8 +91,7 @@ class Program:
         self._created = [
             key
             for o in self._outputs
-            if isinstance(o, OptimizerStateOutput)
-            and (key := (o.optimizer, index_of[o.parameter], o.key)) not in given
+            if isinstance(o, OptimizerStateOutput) and (key := (o.optimizer, index_of[o.parameter], o.key)) not in given
         ]
         self._lifted = lifted
 
@@ -198,7 +199,7 @@ class Program:
         node = self._failing_node(error)
         frame = node.meta.get("frame") if node is not None else None
         what = f"node '{node.name}'" if node is not None else "the graph"
-        if node is not None and str(node.target).startswith("_c10d_functional.") or isinstance(error, dist.DistError):
+        if (node is not None and str(node.target).startswith("_c10d_functional.")) or isinstance(error, dist.DistError):
             raise CollectiveError(
                 message(
                     f"Rank {self.sharded.rank} of {self.sharded.mesh.size()}: a collective failed at {what}: "

@@ -108,13 +108,7 @@ class BatchInput:
 
 
 InputSpec: TypeAlias = (
-    ParameterInput
-    | StorageInput
-    | GradientInput
-    | BufferInput
-    | OptimizerStateInput
-    | HyperparameterInput
-    | BatchInput
+    ParameterInput | StorageInput | GradientInput | BufferInput | OptimizerStateInput | HyperparameterInput | BatchInput
 )
 
 

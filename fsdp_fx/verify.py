@@ -15,7 +15,6 @@ from fsdp_fx.signature import (
     BufferInput,
     GradientOutput,
     OptimizerStateInput,
-    OptimizerStateOutput,
     ParameterInput,
     UserOutput,
 )
@@ -145,10 +144,9 @@ def _shards(step: StepGraph) -> Iterator[tuple[fx.Node | None, str]]:
             for root in aliases.writes(node):
                 if root in state and aliases.root(node) is root and value.shape != root.meta["val"].shape:
                     yield node, f"'{node.name}' writes {list(value.shape)} over '{root.name}'"
-    for spec, value in zip(step.signature.outputs, step.output_args(), strict=True):
-        if isinstance(spec, (GradientOutput, OptimizerStateOutput)):
-            layout = step.layout[spec.parameter]
+    for output, value in zip(step.signature.outputs, step.output_args(), strict=True):
+        if isinstance(output, GradientOutput):
+            layout = step.layout[output.parameter]
             shape = tuple(value.meta["val"].shape)
-            whole = layout.world > 1 and shape == layout.shape and shape != layout.shard_shape
-            if whole and isinstance(spec, GradientOutput):
-                yield value, f"output '{spec}' is a whole tensor"
+            if shape != layout.shard_shape:
+                yield value, f"output '{output}' is no shard of shape {list(layout.shard_shape)}"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_fx._torch_private import fake_store
+from fsdp_fx._torch_private import fake_store, local_store
 from fsdp_fx.errors import CollectiveError, ConfigError, message
 
 __all__ = ["check_alive", "find_mesh", "is_simulated", "simulated_world"]
@@ -27,7 +27,7 @@ def find_mesh(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
                 torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
             dist.init_process_group("gloo" if device_type == "cpu" else None)
         else:
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group("gloo", store=local_store(), rank=0, world_size=1)
         atexit.register(_goodbye)
     return init_device_mesh(device_type, (dist.get_world_size(),))
 

@@ -229,9 +229,7 @@ def _joint(kind: str, members: list[_Member], nbytes: int, origin: fx.Node) -> C
 
 def _storage(step: StepGraph, dtype: torch.dtype, storages: dict[torch.dtype, fx.Node]) -> fx.Node:
     if dtype not in storages:
-        parameter = next(
-            n for n, s in step.inputs() if isinstance(s, ParameterInput) and n.meta["val"].dtype == dtype
-        )
+        parameter = next(n for n, s in step.inputs() if isinstance(s, ParameterInput) and n.meta["val"].dtype == dtype)
         with step.mode:
             value = parameter.meta["val"].new_empty(step.layout.storages()[dtype])
         spec = StorageInput(f"storage_{dtype_text(dtype)}", str(dtype))

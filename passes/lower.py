@@ -64,7 +64,9 @@ def _exchange(step: StepGraph, start: fx.Node, world: int) -> None:
     shape = list(start.meta["val"].shape)
     rows = shape[0]
     with step.graph.inserting_before(start):
-        new = emit(step, c10d.all_to_all_single.default, (source, [rows] * world, [rows] * world, step.group), {}, start)
+        new = emit(
+            step, c10d.all_to_all_single.default, (source, [rows] * world, [rows] * world, step.group), {}, start
+        )
         new.meta["collective"] = start.meta["collective"]
     _add_up(step, start, new, [world, *shape], kind)
 

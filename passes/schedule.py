@@ -59,7 +59,7 @@ def _chains(step: StepGraph, kind: str) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def _start_behind(step: StepGraph, before: tuple[fx.Node, fx.Node], after: tuple[fx.Node, fx.Node]) -> None:
-    start, wait = after
+    start = after[0]
     if start.meta.get("segment") != before[0].meta.get("segment"):
         return
     order = step.positions()

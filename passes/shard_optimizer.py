@@ -115,7 +115,7 @@ class _Sharder:
         for node in list(step.graph.nodes):
             if node.op in ("placeholder", "output"):
                 continue
-            self.whole[node] = node.meta["val"] if "val" in node.meta else None
+            self.whole[node] = node.meta.get("val")
             if "gradient_of" in node.meta:
                 layout = step.layout[node.meta["gradient_of"]]
                 self.placed[node] = WHOLE if layout.replicated else Rows(layout.rows, zeros=True)
@@ -158,6 +158,7 @@ class _Sharder:
         if node.target is operator.getitem:
             source, position = node.args
             assert isinstance(source, fx.Node)
+            assert isinstance(position, int)
             placed = self.placed[source]
             self.placed[node] = placed[position] if isinstance(placed, list) else placed
             node.meta["val"] = source.meta["val"][position]
@@ -243,7 +244,7 @@ class _Sharder:
         if not several:
             self.placed[node] = Rows(rows[0].rows, zeros)
         else:
-            first = next(a for a in node.args if isinstance(a, (list, tuple)))
+            first: Any = next(a for a in node.args if isinstance(a, (list, tuple)))
             self.placed[node] = [
                 Rows(p.rows, zeros and p.zeros) if isinstance(p := self.placed[a], Rows) else p for a in first
             ]
@@ -325,7 +326,9 @@ class _Sharder:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: given.get(a, a.meta["val"]))
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
-        shape = pytree.tree_map_only(fx.Node, lambda a: tensors.index(a) if a in tensors else a.name, [node.args, node.kwargs])
+        shape = pytree.tree_map_only(
+            fx.Node, lambda a: tensors.index(a) if a in tensors else a.name, [node.args, node.kwargs]
+        )
         key = (node.target, repr(shape), tuple(placements), tuple(_key(a.meta["val"]) for a in tensors))
         gm, results = self._trace(call, tensors, placements, key)
         new = self._inline(gm, tensors, node)
@@ -417,7 +420,8 @@ class _Sharder:
                     new.meta["collective"] = self._note(kind, new, new.meta["val"])
                 mapping[node] = new
                 self.placed[new] = WHOLE
-        return [mapping[n] for n in gm.graph.output_node().args[0]]  # type: ignore[union-attr]
+        results: Any = gm.graph.output_node().args[0]
+        return [mapping[n] for n in results]
 
     # --- outputs --------------------------------------------------------------------------------------------
 

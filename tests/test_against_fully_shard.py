@@ -40,8 +40,7 @@ def both(name):
         ),
         "state": cases.differences(expected[1], got[1]),
         "parameter_error": max(
-            ((expected[1][n] - got[1][n]).norm() / expected[1][n].norm()).item()
-            for n, _ in model.named_parameters()
+            ((expected[1][n] - got[1][n]).norm() / expected[1][n].norm()).item() for n, _ in model.named_parameters()
         ),
         "rng": torch.equal(expected[2], got[2]),
         "traces": len(step.traces),

@@ -6,9 +6,7 @@ import cases
 import expecttest
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_fx
 from fsdp_fx import fsdp_compile
@@ -148,88 +146,132 @@ class TestRefusals(expecttest.TestCase):
         self.assertExpectedInline(texts[0], expected, skip=1)
 
     def test_item(self):
-        self.check("item", """\
-The step reads a tensor's value: a f32[] tensor.item().
+        self.check(
+            "item",
+            """\
+The step reads a tensor's value: .item() on a tensor f32[].
   at:  tests/test_refusals.py:LINE in item: return loss.item()
   why: The step is one graph for all calls; a value read here would be baked in.
-  fix: Return the tensor from the step and read it outside (float(step(...))).""")
+  fix: Return the tensor from the step and read it outside (float(step(...))).""",
+        )
 
     def test_to_float(self):
-        self.check("to_float", """\
-The step reads a tensor's value: float(a f32[] tensor).
+        self.check(
+            "to_float",
+            """\
+The step reads a tensor's value: float() of a tensor f32[].
   at:  tests/test_refusals.py:LINE in to_float: print(f"loss {float(loss)}")
   why: The step is one graph for all calls; a value read here would be baked in.
-  fix: Return the tensor from the step and read it outside (float(step(...))).""")
+  fix: Return the tensor from the step and read it outside (float(step(...))).""",
+        )
 
     def test_branch(self):
-        self.check("branch", """\
-The step reads a tensor's value: a Python branch on a b8[] tensor.
+        self.check(
+            "branch",
+            """\
+The step reads a tensor's value: a Python branch on a tensor b8[].
   at:  tests/test_refusals.py:LINE in branch: if loss > 0:
   why: The step is one graph for all calls; a value read here would be baked in.
-  fix: Write the choice as tensor arithmetic (torch.where, multiplication by a mask), or decide outside the step.""")
+  fix: Write the choice as tensor arithmetic (torch.where, multiplication by a mask), or decide outside the step.""",
+        )
 
     def test_numpy(self):
-        self.check("numpy", """\
-The step reads a tensor's value: a f32[3,2] tensor.numpy().
+        self.check(
+            "numpy",
+            """\
+The step reads a tensor's value: .numpy() on a tensor f32[3,2].
   at:  tests/test_refusals.py:LINE in numpy: return model(x).detach().numpy()
   why: The step is one graph for all calls; a value read here would be baked in.
-  fix: Use torch operators on the tensor, or return it and convert it outside the step.""")
+  fix: Use torch operators on the tensor, or return it and convert it outside the step.""",
+        )
 
     def test_data_dependent(self):
-        self.check("data_dependent", """\
+        self.check(
+            "data_dependent",
+            """\
 The step does something whose shape or course depends on a tensor's values.
   at:  tests/test_refusals.py:LINE in data_dependent: return out[out > 0].sum()
   why: The step is one graph for all calls (DynamicOutputShapeException: aten.nonzero.default).
-  fix: Use a form of fixed shape (a mask and torch.where instead of indexing by a mask or nonzero()), or do it outside the step.""")
+  fix: Use a form of fixed shape (a mask and torch.where instead of indexing by a mask or nonzero()), or do it outside the step.""",
+        )
 
     def test_twice(self):
-        self.check("twice", """\
+        self.check(
+            "twice",
+            """\
 The step calls backward a second time on a graph that the first call freed.
   at:  tests/test_refusals.py:LINE in twice: loss.backward()
   why: Eager PyTorch fails here too.
-  fix: Pass retain_graph=True to the first backward, or add the losses and call backward once.""")
+  fix: Pass retain_graph=True to the first backward, or add the losses and call backward once.""",
+        )
 
     def test_create_graph(self):
-        self.check("create_graph", """\
+        self.check(
+            "create_graph",
+            """\
 The gradient of '1.bias' is itself differentiated (create_graph=True).
   at:  tests/test_refusals.py:LINE in create_graph: grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
   why: The mean over ranks has no place inside a rank's own backward graph.
-  fix: Differentiate with respect to activations, or keep the penalty out of the step.""")
+  fix: Differentiate with respect to activations, or keep the penalty out of the step.""",
+        )
 
     def test_foreign_parameter(self):
-        self.check("foreign_parameter", """\
+        self.check(
+            "foreign_parameter",
+            """\
 SGD steps a parameter (f32[3]) that the model does not own.
   at:  tests/test_refusals.py:LINE in train_step: optimizer.step()
   why: Only the model's parameters are sharded and reduced; this one would be trained on each rank's own gradient, or not at all.
-  fix: Register it on the model (self.x = nn.Parameter(...)), give it an optimizer of its own outside the step, or rebuild the optimizer from model.parameters() after fsdp_compile.""")
+  fix: Register it on the model (self.x = nn.Parameter(...)), give it an optimizer of its own outside the step, or rebuild the optimizer from model.parameters() after fsdp_compile.""",
+        )
 
     def test_closure(self):
-        self.check("closure", """\
+        self.check(
+            "closure",
+            """\
 SGD.step was given a closure.
   at:  tests/test_refusals.py:LINE in train_step: optimizer.step(lambda: model(x).sum())
   why: A closure is run an unknown number of times, so the step has no single graph.
-  fix: Call loss.backward() yourself and then optimizer.step() without arguments.""")
+  fix: Call loss.backward() yourself and then optimizer.step() without arguments.""",
+        )
 
     def test_scheduler_inside(self):
-        self.check("scheduler_inside", """\
+        self.check(
+            "scheduler_inside",
+            """\
 The step changes SGD.param_groups[0]['lr'] (a scheduler inside the step?).
+  at:  tests/test_refusals.py:LINE in train_step
   why: Hyperparameters are inputs of the graph; a value computed in Python while tracing would be baked.
-  fix: Call scheduler.step() (or set the value) outside the step, after it returns: no retrace follows.""")
+  fix: Call scheduler.step() (or set the value) outside the step, after it returns: no retrace follows.""",
+        )
 
     def test_own_value_on_gradients(self):
-        self.check("own_value_on_gradients", """\
+        self.check(
+            "own_value_on_gradients",
+            """\
 Operator aten.mul_.Tensor combines a sharded gradient, parameter or state with a value that each rank has for itself.
   at:  tests/test_refusals.py:LINE in own_value_on_gradients: p.grad.mul_(x.sum())
   why: Ranks would treat their rows differently, and the result depends on who owns which row.
   fix: Reduce the value over ranks first, or apply it to the loss before backward.
   graph:
-    %mul_ : [num_users=1] = call_function[target=torch.ops.aten.mul_.Tensor](args = (%detach_3, %sum_4), kwargs = {})""")
+    mul_: f32[4,4] = aten.mul_.Tensor(detach_3, sum_4)""",
+        )
 
     def test_noise_on_gradients(self):
-        self.check("noise_on_gradients", """""")
+        self.check("noise_on_gradients", """\
+Operator aten.randn_like.default draws random numbers for a sharded tensor.
+  at:  tests/test_refusals.py:LINE in noise_on_gradients: p.grad.add_(torch.randn_like(p.grad))
+  why: Ranks with the same seed would draw the same numbers for different rows.
+  fix: Draw the noise on the activations, or outside the step.
+  graph:
+    randn_like: f32[4,4] = aten.randn_like(detach_3, pin_memory=False)""")
 
     def test_returns_a_box(self):
-        self.check("returns_a_box", """\
+        self.check(
+            "returns_a_box",
+            """\
 The step returns a Box, which holds tensors but is not a pytree.
+  at:  tests/test_refusals.py:LINE in returns_a_box
   why: Its tensors cannot be found, so they would be lost.
-  fix: Return a tuple, dict or named tuple, or register the class with torch.utils._pytree.register_pytree_node / register_dataclass.""")
+  fix: Return a tuple, dict or named tuple, or register the class with torch.utils._pytree.register_pytree_node / register_dataclass.""",
+        )
