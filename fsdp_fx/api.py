@@ -151,7 +151,8 @@ class CompiledStep(Generic[R]):
         return self._compile(args, kwargs, key, reason), leaves
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any, reason: str) -> Program:
-        log = _LOG.info if not self._traces else _LOG.warning
+        # A retrace is worth a warning, once and not once a rank.
+        log = _LOG.warning if self._traces and self._sharded.rank == 0 else _LOG.info
         log("tracing '%s': %s", getattr(self._train_step, "__name__", "step"), reason)
         begun = time.perf_counter()
         try:
@@ -193,7 +194,8 @@ class CompiledStep(Generic[R]):
                 self._programs[oldest].pop(0)
             else:
                 del self._programs[oldest]
-            _LOG.warning("dropped the oldest of %d compiled graphs; shapes that vary much retrace often", CACHE_SIZE)
+            log = _LOG.warning if self._sharded.rank == 0 else _LOG.info
+            log("dropped the oldest of %d compiled graphs; shapes that vary much retrace often", CACHE_SIZE)
 
     def _backend(self) -> str:
         if is_simulated():

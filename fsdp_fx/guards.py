@@ -62,7 +62,7 @@ class Guards:
         for name, old, new in zip(self.NAMES, before, now, strict=True):
             if old != new:
                 if name == self.NAMES[1]:
-                    pairs = [f"{_text(a)} -> {_text(b)}" for a, b in zip(old, new, strict=False) if a != b]
+                    pairs = [_pair(a, b) for a, b in zip(old, new, strict=False) if a != b]
                     name = f"{name} ({', '.join(pairs[:3])})"
                 changed.append(name)
         return " and ".join(changed) + " changed" if changed else "no compiled graph fits"
@@ -70,11 +70,25 @@ class Guards:
 
 def _leaf(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return ("tensor", leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, leaf.stride())
+        # The stride of a dimension of size 1 means nothing, and slices of growing tensors have any.
+        stride = tuple([s if n != 1 else 0 for n, s in zip(leaf.shape, leaf.stride(), strict=True)])
+        return ("tensor", leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, stride)
     if isinstance(leaf, (int, float, str, bool, type(None), torch.dtype, torch.device)):
         return (type(leaf), leaf)  # True == 1 == 1.0, but they trace differently
     return ("object", id(leaf))
 
 
-def _text(leaf: Any) -> str:
-    return str(list(leaf[1])) if leaf[0] == "tensor" else str(leaf[1])
+def _pair(before: Any, now: Any) -> str:
+    if before[0] == now[0] == "tensor":
+        fields = ("shape", "dtype", "device", "requires_grad", "stride")
+        shown = [
+            f"{name} {_plain(a)} -> {_plain(b)}"
+            for name, a, b in zip(fields, before[1:], now[1:], strict=True)
+            if a != b
+        ]
+        return " and ".join(shown)
+    return f"{before[1]} -> {now[1]}"
+
+
+def _plain(value: Any) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value)

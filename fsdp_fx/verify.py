@@ -30,7 +30,7 @@ def verify(step: StepGraph, stage: str, before: StepGraph | None = None) -> None
     try:
         step.graph.lint()
     except RuntimeError as error:
-        raise VerifyError(f"after '{stage}': the graph is malformed: {error}") from error
+        raise VerifyError(f"after '{stage}': the graph is malformed: {str(error).splitlines()[0]}") from error
     for node, why in _broken(step, before):
         raise VerifyError(
             message(

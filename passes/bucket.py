@@ -159,6 +159,7 @@ def _merge_gathers(step: StepGraph, members: list[_Member], storages: dict[torch
         sizes.append(member.layout.shard_numel)
         if member.layout.span > member.layout.shard_numel:
             sizes.append(member.layout.span - member.layout.shard_numel)
+    made = []
     with step.graph.inserting_before(first):
         flat = _storage(step, dtype, storages)
         shards = emit(step, aten.slice.Tensor, (flat, 0, begin, end), {}, first)
@@ -173,7 +174,9 @@ def _merge_gathers(step: StepGraph, members: list[_Member], storages: dict[torch
             full = emit(step, aten.view.default, (part, list(layout.padded_shape)), {}, member.start)
             if layout.padded:
                 full = emit(step, aten.slice.Tensor, (full, 0, 0, layout.rows), {}, member.start)
-            _take_over(step, member, full)
+            made.append(full)
+    for member, full in zip(members, made, strict=True):  # not inside: this erases the insertion point
+        _take_over(step, member, full)
 
 
 def _merge_reduces(step: StepGraph, members: list[_Member]) -> None:
@@ -189,13 +192,16 @@ def _merge_reduces(step: StepGraph, members: list[_Member]) -> None:
         flat = emit(step, aten.view.default, (pack, [sum(sizes) * world]), {}, last)
         start = emit(step, c10d.reduce_scatter_tensor.default, (flat, "avg", world, step.group), {}, last)
         start.meta["collective"] = _joint("reduce_scatter", members, sum(sizes) * world * dtype.itemsize, last)
+    made = []
     with step.graph.inserting_before(first_wait):
         wait = emit(step, c10d.wait_tensor.default, (start,), {}, first_wait)
         split = emit(step, aten.split_with_sizes.default, (wait, sizes), {}, first_wait)
         for place, member in enumerate(members):
             part = emit(step, operator.getitem, (split, place), {}, member.wait)
             shard = emit(step, aten.view.default, (part, list(member.layout.shard_shape)), {}, member.wait)
-            _take_over(step, member, shard)
+            made.append(shard)
+    for member, shard in zip(members, made, strict=True):
+        _take_over(step, member, shard)
 
 
 def _take_over(step: StepGraph, member: _Member, value: fx.Node) -> None:

@@ -155,7 +155,7 @@ def _splice(
                 continue
             if node.op == "get_attr":
                 name = _keep_constant(step, traced, str(node.target))
-                mapping[node] = graph.get_attr(name)
+                mapping[node] = graph.create_node("get_attr", name)
             else:
                 mapping[node] = graph.node_copy(node, lambda n: mapping[n])
             mapping[node].meta = {"domain": "local", "phase": "forward", "segment": segment, **node.meta}

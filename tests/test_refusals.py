@@ -258,13 +258,16 @@ Operator aten.mul_.Tensor combines a sharded gradient, parameter or state with a
         )
 
     def test_noise_on_gradients(self):
-        self.check("noise_on_gradients", """\
+        self.check(
+            "noise_on_gradients",
+            """\
 Operator aten.randn_like.default draws random numbers for a sharded tensor.
   at:  tests/test_refusals.py:LINE in noise_on_gradients: p.grad.add_(torch.randn_like(p.grad))
   why: Ranks with the same seed would draw the same numbers for different rows.
   fix: Draw the noise on the activations, or outside the step.
   graph:
-    randn_like: f32[4,4] = aten.randn_like(detach_3, pin_memory=False)""")
+    randn_like: f32[4,4] = aten.randn_like(detach_3, pin_memory=False)""",
+        )
 
     def test_returns_a_box(self):
         self.check(
