@@ -485,6 +485,8 @@ def _finish(
     final.args = (tuple(final.args[0]),)  # type: ignore[arg-type]
     for node in graph.nodes:
         node.meta.setdefault("val", None)  # in-place foreach operators return nothing
+        if node.target is reduce_gradient:
+            node.name = graph._graph_namespace.create_name(f"reduce_{_safe(str(node.args[1]))}", None)
     step = StepGraph(
         StepGraphModule(module, graph),
         StepSignature(tuple(specs), tuple(outputs)),

@@ -153,10 +153,17 @@ class StepGraph:
 
 def emit(step: StepGraph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: fx.Node) -> fx.Node:
     """Adds a call at the graph's insertion point; its fake value is computed, its origin is that of `origin`."""
-    node = step.graph.call_function(target, args, kwargs)
+    node = step.graph.create_node("call_function", target, args, kwargs, name=_short_name(target))
     node.meta = {k: v for k, v in origin.meta.items() if k in INHERITED}
     node.meta["val"] = fake_result(step, node)
     return node
+
+
+def _short_name(target: Any) -> str:
+    """The operator's name without namespace and overload, for readable graphs."""
+    schema = getattr(target, "_schema", None)
+    name: str = schema.name.split("::")[-1] if schema is not None else target.__name__
+    return name.strip("_")
 
 
 INHERITED = ("frame", "stack_trace", "nn_module_stack", "phase", "domain", "segment")

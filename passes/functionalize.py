@@ -68,10 +68,12 @@ def _is_update(node: fx.Node) -> bool:
 
 
 def _local_runs(step: StepGraph) -> list[list[fx.Node]]:
-    """Maximal runs of neighbouring local nodes, in order."""
+    """Maximal runs of neighbouring local nodes, in order; constants among them stay where they are."""
     runs: list[list[fx.Node]] = []
     inside = False
     for node in step.graph.nodes:
+        if node.op == "get_attr":
+            continue
         local = node.meta.get("domain") == "local" and node.op != "output"
         if local:
             if not inside:
@@ -118,9 +120,13 @@ def _replace(step: StepGraph, run: list[fx.Node]) -> None:
 
     with tracing(step.mode), torch.no_grad():
         # Fresh stand-ins: a write in this trace must not reach those that the graph's meta shows.
-        values = [_fresh(n.meta["val"]) for n in inputs]
+        values = [_fresh(_value(step, n)) for n in inputs]
         traced = make_fx(torch.func.functionalize(functional))(*values)
     _splice(step, run, inputs, outputs, traced)
+
+
+def _value(step: StepGraph, node: fx.Node) -> Any:
+    return getattr(step.module, str(node.target)) if node.op == "get_attr" else node.meta["val"]
 
 
 def _fresh(value: Any) -> Any:
@@ -153,11 +159,7 @@ def _splice(
             if node.op == "output":
                 results = node.args[0]
                 continue
-            if node.op == "get_attr":
-                name = _keep_constant(step, traced, str(node.target))
-                mapping[node] = graph.create_node("get_attr", name)
-            else:
-                mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+            mapping[node] = graph.node_copy(node, lambda n: mapping[n])
             mapping[node].meta = {"domain": "local", "phase": "forward", "segment": segment, **node.meta}
     _keep_names({n.name for n in run}, [n for n in mapping.values() if n not in inputs])
     for old, new in zip(outputs, results, strict=True):
@@ -179,15 +181,3 @@ def _keep_names(before: set[str], nodes: list[fx.Node]) -> None:
             taken.discard(node.name)
             node.name = name
             taken.add(name)
-
-
-def _keep_constant(step: StepGraph, traced: fx.GraphModule, name: str) -> str:
-    value = getattr(traced, name)
-    for known, existing in vars(step.module).items():
-        if existing is value:
-            return known
-    kept = name
-    while hasattr(step.module, kept):
-        kept += "_"
-    setattr(step.module, kept, value)
-    return kept

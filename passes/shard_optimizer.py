@@ -104,6 +104,7 @@ class _Sharder:
         self.placed: dict[fx.Node, Any] = {}  # Placement, or a list of them for operators with several results
         self.whole: dict[fx.Node, Any] = {}  # fake values on the whole (before this pass)
         self.reduced: dict[fx.Node, fx.Node] = {}
+        self.gathered: dict[fx.Node, fx.Node] = {}
         self.traced: dict[Any, tuple[fx.GraphModule, list[Placement]]] = {}
         self.mesh: DeviceMesh | None = None
         self.through_dtensor: dict[str, int] = {}
@@ -229,6 +230,12 @@ class _Sharder:
             own = any(isinstance(self.placed[a], Own) for a in node.all_input_nodes)
             self.placed[node] = _like(node.meta["val"], Own() if own else WHOLE)
             return
+        if any(isinstance(self.placed[a], Whole) and a.meta["val"].dim() for a in written_args(node)):
+            # Every rank holds the target whole, so all of them need all rows.
+            self._replace_arguments(node, self._gathered)
+            node.meta["val"] = fake_result(self.step, node)
+            self.placed[node] = _like(node.meta["val"], WHOLE)
+            return
         several = any(isinstance(a, (list, tuple)) for a in node.args if not isinstance(a, str))
         if not several:
             whole = self.whole[node]
@@ -237,9 +244,7 @@ class _Sharder:
                 return
             span = rows[0].rows
             self._replace_arguments(node, lambda a: self._rows_of(a, span, whole.dim()))
-        before = {a: a.meta["val"] for a in node.all_input_nodes}
         node.meta["val"] = fake_result(self.step, node)
-        del before
         zeros = _keeps_zero(node) and all(p.zeros for p in rows)
         if not several:
             self.placed[node] = Rows(rows[0].rows, zeros)
@@ -249,6 +254,7 @@ class _Sharder:
                 Rows(p.rows, zeros and p.zeros) if isinstance(p := self.placed[a], Rows) else p for a in first
             ]
         if written_args(node):
+            self.gathered.clear()
             for a in written_args(node):
                 if isinstance(p := self.placed[a], Rows):
                     self.placed[a] = replace(p, zeros=p.zeros and zeros)
@@ -286,14 +292,28 @@ class _Sharder:
     def _unpadded(self, argument: fx.Node) -> fx.Node:
         """A padded shard gathered and cut to its true rows; other values as they are."""
         placed = self.placed[argument]
-        value = argument.meta["val"]
-        if not isinstance(placed, Rows) or value.shape[0] * self.world == placed.rows:
+        even = not isinstance(placed, Rows) or argument.meta["val"].shape[0] * self.world == placed.rows
+        return argument if even else self._gathered(argument)
+
+    def _gathered(self, argument: fx.Node) -> fx.Node:
+        """All true rows of a shard; other values as they are. Gathered once until something is written."""
+        placed = self.placed[argument]
+        if not isinstance(placed, Rows):
             return argument
+        if self.world == 1:
+            return argument
+        if argument not in self.gathered:
+            self.gathered[argument] = self._gather(argument, placed)
+        return self.gathered[argument]
+
+    def _gather(self, argument: fx.Node, placed: Rows) -> fx.Node:
         step = self.step
         start = emit(step, c10d.all_gather_into_tensor.default, (argument, self.world, step.group), {}, argument)
         start.meta["collective"] = self._note("all_gather", start, start.meta["val"])
         wait = emit(step, c10d.wait_tensor.default, (start,), {}, argument)
         cut = emit(step, aten.slice.Tensor, (wait, 0, 0, placed.rows), {}, argument)
+        cut.meta.update(domain="sharded", phase="sharded")
+        wait.meta.update(domain="sharded", phase="sharded")
         self.placed[cut] = WHOLE
         self.whole[cut] = cut.meta["val"]
         return cut
