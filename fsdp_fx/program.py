@@ -33,7 +33,7 @@ from fsdp_fx.signature import (
     UserOutput,
 )
 from fsdp_fx.state import OptimizerShards
-from fsdp_fx.storage import ShardedModel, contiguous_stride
+from fsdp_fx.storage import ShardedModel, contiguous_stride, rebased
 
 __all__ = ["Program"]
 
@@ -186,7 +186,7 @@ class Program:
         rows, mine = spec.shape[0], value.shape[0]
         local = value[: min(mine, max(0, rows - self.sharded.rank * mine))]
         return DTensor.from_local(
-            local,
+            rebased(local),
             self.sharded.mesh,
             [Shard(0)],
             run_check=False,

@@ -44,6 +44,29 @@ class _Owner:
     index: int
 
 
+class _Slot:
+    """Ties a parameter to its `ShardedModel`; copies and pickles of the parameter are not tied."""
+
+    def __init__(self, sharded: ShardedModel | None = None):
+        self.sharded = sharded
+
+    def __deepcopy__(self, memo: Any) -> _Slot:
+        return _Slot()
+
+    def __reduce__(self) -> Any:
+        return _Slot, ()
+
+
+def rebased(view: torch.Tensor) -> torch.Tensor:
+    """The same memory as a storage of its own that begins with it. DTensor takes over a local tensor's
+    storage offset, and copy.deepcopy of a DTensor with one fails; torch.save of a view writes its whole base."""
+    if view.storage_offset() == 0 or view.device.type == "meta":
+        return view
+    begin = view.storage_offset() * view.itemsize
+    storage = view.untyped_storage()[begin : begin + view.numel() * view.itemsize]
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())
+
+
 @dataclass
 class FlatStorage:
     """One flat buffer and its padded per-parameter views, for parameters or one kind of optimizer state."""
@@ -86,7 +109,7 @@ class ShardedModel:
             self._fill(view, old.detach(), layout)
             new = nn.Parameter(self.as_dtensor(view, layout), requires_grad=old.requires_grad)
             new.__dict__.update({k: v for k, v in old.__dict__.items() if k != _SLOT})
-            setattr(new, _SLOT, self)
+            setattr(new, _SLOT, _Slot(self))
             if old.grad is not None:
                 shard = torch.zeros_like(view)
                 self._fill(shard, old.grad, layout)
@@ -105,7 +128,8 @@ class ShardedModel:
     @staticmethod
     def of(model: nn.Module) -> ShardedModel | None:
         """The sharding that `fsdp_compile` gave this model earlier, if any."""
-        found = {id(s): s for p in model.parameters() if (s := getattr(p, _SLOT, None)) is not None}
+        slots = [slot for p in model.parameters() if (slot := getattr(p, _SLOT, None)) is not None]
+        found = {id(slot.sharded): slot.sharded for slot in slots if slot.sharded is not None}
         if not found:
             return None
         sharded: ShardedModel = next(iter(found.values()))
@@ -134,6 +158,7 @@ class ShardedModel:
 
     def as_dtensor(self, view: torch.Tensor, layout: ParamLayout) -> DTensor:
         """The user's DTensor over a padded shard: same memory, padding out of sight."""
+        view = rebased(view)
         if layout.replicated:
             return DTensor.from_local(view, self.mesh, [Replicate()], run_check=False)
         return DTensor.from_local(

@@ -95,8 +95,16 @@ def simulated_world(world_size: int, device_type: str = "cpu") -> Iterator[Devic
             step = fsdp_compile(train_step, model, mesh=mesh).compile(tokens, labels)
             print(step.report())
 
-    Raises `ConfigError` if a process group exists already.
+    Raises `ConfigError` if a process group exists already, or for a device type that this process cannot use.
     """
+    if device_type != "cpu" and not getattr(torch, device_type).is_available():
+        raise ConfigError(
+            message(
+                f"A simulated world on '{device_type}' needs a torch and a machine with that device.",
+                "Autograd keeps a thread per device, also for tensors without memory, and crashes where there is none.",
+                "Simulate on 'cpu': shapes, collectives and bytes are the same.",
+            )
+        )
     if dist.is_initialized():
         raise ConfigError(
             message(
