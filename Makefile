@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: demo test bench clean
 
 demo: $(VENV)/ready
-	$(BIN)/torchrun --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
 
 test: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -20,8 +20,8 @@ test: $(VENV)/ready
 	$(BIN)/python -P -m pytest $(ARGS)
 
 bench: $(VENV)/ready
-	$(BIN)/torchrun --nproc-per-node $(RANKS) benchmarks/step_overhead.py
-	$(BIN)/torchrun --nproc-per-node $(RANKS) benchmarks/collectives.py
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) benchmarks/step_overhead.py
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) benchmarks/collectives.py
 	$(BIN)/python -P benchmarks/compile_time.py
 
 $(VENV)/ready: pyproject.toml constraints.txt
