@@ -61,12 +61,11 @@ def test_two_ranks_are_bitwise_equal(ranks, name):
     assert results[0]["first_loss"] != results[1]["first_loss"], "ranks must have different batches"
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "momentum"])
+@pytest.mark.parametrize("name", ["adamw_large_eps", "sgd", "momentum"])
 def test_four_ranks_are_close(ranks, name):
     for result in ranks(4, both, name):
         assert result["worst"] < 1e-6
-        # Adam divides by tiny second moments, which magnifies last bits; plain SGD shows the scale of gradients.
-        assert result["parameter_error"] < (1e-4 if name == "adamw" else 1e-6)
+        assert result["parameter_error"] < 1e-6
         assert result["rng"]
 
 

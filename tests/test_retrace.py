@@ -71,10 +71,11 @@ def distance(reference, model):
 
 
 def test_a_new_shape_is_traced_once(ranks):
-    for traces, records, error in ranks(2, new_shapes):
+    for rank, (traces, records, error) in enumerate(ranks(2, new_shapes)):
         assert len(traces) == 2
         assert "shape [2, 8] -> [2, 12]" in traces[1]
-        assert any("tracing 'train_step': shapes" in text for text in records)
+        # A retrace is a warning, once; the other ranks log it as information, which is off by default.
+        assert any("tracing 'train_step': shapes" in text for text in records) == (rank == 0)
         assert error < 1e-5
 
 

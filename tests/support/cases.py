@@ -72,6 +72,8 @@ OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
     "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
     "adamw_fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    # The key projection's bias has a gradient of zero but for rounding, which a small eps turns into full steps.
+    "adamw_large_eps": lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-4),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2),
     "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, weight_decay=0.01),
 }
