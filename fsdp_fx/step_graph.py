@@ -139,10 +139,6 @@ class StepGraph:
         self.signature = replace(self.signature, inputs=(*self.signature.inputs, *(s for s, _ in specs)))
         return nodes
 
-    def positions(self) -> dict[fx.Node, int]:
-        """Where each node stands now."""
-        return {node: i for i, node in enumerate(self.graph.nodes)}
-
     def collectives(self) -> list[tuple[fx.Node, Collective]]:
         return [(n, n.meta["collective"]) for n in self.graph.nodes if "collective" in n.meta]
 

@@ -147,8 +147,7 @@ def _group(members: list[_Member], ranges: dict[str, int]) -> list[list[_Member]
 
 
 def _merge_gathers(step: StepGraph, members: list[_Member], storages: dict[torch.dtype, fx.Node]) -> None:
-    order = step.positions()
-    first = min((m.start for m in members), key=lambda n: order[n])
+    first = min(m.start for m in members)
     dtype, world = members[0].layout.dtype, members[0].layout.world
     begin = members[0].layout.offset
     end = members[-1].layout.offset + members[-1].layout.span
@@ -180,9 +179,8 @@ def _merge_gathers(step: StepGraph, members: list[_Member], storages: dict[torch
 
 
 def _merge_reduces(step: StepGraph, members: list[_Member]) -> None:
-    order = step.positions()
-    last = max((m.start for m in members), key=lambda n: order[n])
-    first_wait = min((m.wait for m in members), key=lambda n: order[n])
+    last = max(m.start for m in members)
+    first_wait = min(m.wait for m in members)
     world = members[0].layout.world
     grads = [_unpacked(m.start.args[0]) for m in members]  # type: ignore[arg-type]
     sizes = [m.layout.shard_numel for m in members]

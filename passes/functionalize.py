@@ -145,7 +145,8 @@ def _splice(
     results: Any = ()
     segment = run[0].meta["segment"]
     # Old nodes go first, so that the new ones get their names.
-    users = {n: [u for u in n.users if u not in run] for n in outputs}
+    inside = set(run)
+    users = {n: [u for u in n.users if u not in inside] for n in outputs}
     holes = {n: graph.placeholder(f"hole_{n.name}") for n in outputs}
     for old, hole in holes.items():
         for user in users[old]:

@@ -62,13 +62,12 @@ def _start_behind(step: StepGraph, before: tuple[fx.Node, fx.Node], after: tuple
     start = after[0]
     if start.meta.get("segment") != before[0].meta.get("segment"):
         return
-    order = step.positions()
     target = before[1]
     moving = [start]
     source = start.args[0]
     if isinstance(source, fx.Node) and source.op != "placeholder":
         moving.insert(0, source)
-    if order[moving[0]] <= order[target]:
+    if moving[0] <= target:
         return
     for node in reversed(moving):
         target.append(node)
@@ -76,9 +75,8 @@ def _start_behind(step: StepGraph, before: tuple[fx.Node, fx.Node], after: tuple
 
 def _wait_before(step: StepGraph, early: tuple[fx.Node, fx.Node], late: tuple[fx.Node, fx.Node]) -> None:
     """Moves the wait of `early` (and the split into views behind it) to just before `late` starts."""
-    order = step.positions()
     wait = early[1]
-    if order[wait] <= order[late[0]]:
+    if wait <= late[0]:
         return
     moving = [wait]
     for user in wait.users:

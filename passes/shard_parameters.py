@@ -106,7 +106,7 @@ def _reduce(step: StepGraph, border: fx.Node, layout: ParamLayout) -> None:
     assert isinstance(grad, fx.Node)
     graph = step.graph
     world = step.layout.world
-    first_use = _first_user(border)
+    first_use = min(border.users, default=step.output_node())  # nodes compare by their place in the graph
     with graph.inserting_before(border):
         value = grad.meta["val"]
         if layout.numel == 0:
@@ -144,13 +144,6 @@ def _reduce(step: StepGraph, border: fx.Node, layout: ParamLayout) -> None:
     result.meta["gradient_of"] = layout.name
     if result is not border.args[0]:
         result.name = border.name
-
-
-def _first_user(node: fx.Node) -> fx.Node:
-    follower = node.next
-    while follower.op != "output" and follower not in node.users:
-        follower = follower.next
-    return follower
 
 
 def _divide_factors(dtype: torch.dtype, world: int) -> tuple[int, float, str]:
