@@ -5,9 +5,6 @@ Backward nodes get the line and module of their forward, matched by autograd's s
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -120,14 +117,3 @@ class Annotator(TorchDispatchMode):
             _, _, code = text.partition(": ")
             self._texts[frame] = f'  File "{frame.file}", line {frame.line}, in {frame.function}\n    {code}\n'
         return self._texts[frame]
-
-
-@contextlib.contextmanager
-def deep_enough() -> Iterator[None]:
-    """Interpreting long graphs recurses per node in places; the limit is restored."""
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(max(before, 20_000))
-    try:
-        yield
-    finally:
-        sys.setrecursionlimit(before)

@@ -147,15 +147,42 @@ _FUSED = {torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fus
 
 
 class _Watch(TorchFunctionMode):
-    """Refuses what has no place in one graph, at the user's line; lets the optimizers' own reads through."""
+    """Refuses what has no place in one graph, at the user's line; lets the optimizers' own reads through.
 
-    def __init__(self) -> None:
+    Parameter objects that the step holds itself (a list made before or after `fsdp_compile`) are replaced by their
+    stand-ins on the way into every torch function.
+    """
+
+    def __init__(self, stand_ins: dict[int, torch.Tensor]) -> None:
         super().__init__()
         self.in_optimizer = 0
-        self.mode: FakeTensorMode | None = None
+        self._stand_ins = stand_ins
+
+    def _replaced(self, value: Any, reads: bool) -> Any:
+        kind = type(value)
+        if kind is list or kind is tuple:
+            return kind([self._replaced(item, reads) for item in value])
+        if kind is not nn.Parameter and kind is not DTensor:
+            return value
+        known = self._stand_ins.get(id(value))
+        if known is not None:
+            return known
+        if reads and value.requires_grad and torch.is_grad_enabled():
+            raise CaptureError(
+                message(
+                    f"The step uses a parameter ({_type(value)}) that the model does not own.",
+                    "Only the model's parameters are sharded and get reduced gradients; this one's gradient would be "
+                    "each rank's own.",
+                    "Register its module on the model, or freeze it: requires_grad_(False) or torch.no_grad().",
+                    str(user_frame(3) or ""),
+                )
+            )
+        return value
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        reads = getattr(func, "__name__", "") not in ("__get__", "__set__")  # attributes are not values
+        args = [self._replaced(a, reads) for a in args]
+        kwargs = {k: self._replaced(v, reads) for k, v in kwargs.items()} if kwargs else {}
         if self.in_optimizer:
             if func is torch.tensor and args and isinstance(args[0], (int, float)):
                 # torch.tensor(0.0) would be a constant whose later .item() is baked; full() stays symbolic.
@@ -211,6 +238,7 @@ def capture(
         with mode:
             return torch.empty_strided(size, stride, dtype=tensor.dtype, device=device)
 
+    trained = [p.requires_grad for p in sharded.parameters]
     stand_ins: list[torch.Tensor] = []
     for layout, real in zip(layouts, sharded.parameters, strict=True):
         p = fake(real, layout.shape)
@@ -264,7 +292,7 @@ def capture(
     batch: list[Any] = []
 
     out: dict[str, Any] = {}
-    watch = _Watch()
+    watch = _Watch({key: stand_ins[index] for key, index in sharded.known_objects().items()})
 
     def parameter_of(p: Any) -> Any:
         index = by_id.get(id(p))
@@ -304,9 +332,9 @@ def capture(
                 real = sharded.parameters[index]
                 p.__dict__.update({k: v for k, v in real.__dict__.items() if not k.startswith("_fsdp_fx")})
                 p._is_param = True  # type: ignore[attr-defined]
-                p.requires_grad_(real.requires_grad)
+                p.requires_grad_(trained[index])
                 p.grad = grads.get(index)
-                if real.requires_grad:
+                if trained[index]:
                     p.register_hook(_border_hook(layouts[index].name))
             for owner in sharded.owners:
                 setattr(owner.module, owner.attribute, stand_ins[owner.index])
@@ -315,7 +343,8 @@ def capture(
                     if buffer is not None:
                         module._buffers[key] = buffers[id(buffer)]
             args_, kwargs_ = pytree.tree_unflatten(batch, tree)
-            result = train_step(model, *args_, **kwargs_)
+            with watch:
+                result = train_step(model, *args_, **kwargs_)
             return _collect(
                 result,
                 out,
@@ -329,7 +358,7 @@ def capture(
                 _defined_at(train_step),
             )
 
-        with _translated(train_step, watch), tracing(mode), module_paths(model) as modules, watch, _grad_mode_kept():
+        with _translated(train_step, watch), tracing(mode), module_paths(model) as modules, _grad_mode_kept():
 
             def annotated(*values: Any) -> list[Any]:
                 with Annotator(modules):

@@ -16,13 +16,8 @@ from fsdp_fx.errors import Frame
 from fsdp_fx.layout import ModelLayout
 from fsdp_fx.printing import StepGraphModule
 from fsdp_fx.signature import (
-    GradientInput,
-    HyperparameterInput,
     InputSpec,
-    OptimizerStateInput,
-    ParameterInput,
     StepSignature,
-    StorageInput,
 )
 
 __all__ = [
@@ -36,9 +31,6 @@ __all__ = [
     "is_view",
     "written_args",
 ]
-
-STATE_INPUTS = (ParameterInput, GradientInput, OptimizerStateInput, HyperparameterInput)
-"""Input roles that live in the sharded domain."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +253,3 @@ class Aliases:
     def writes(self, node: fx.Node) -> list[fx.Node]:
         """Roots that `node` writes."""
         return [self._root[n] for n in written_args(node)]
-
-
-def role_name(spec: InputSpec) -> str:
-    return "storage" if isinstance(spec, StorageInput) else type(spec).__name__.removesuffix("Input").lower()

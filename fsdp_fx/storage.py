@@ -8,6 +8,7 @@ so checkpoints, `clip_grad_norm_` and eager optimizers work on it; the graph rea
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,6 +104,8 @@ class ShardedModel:
         self.owners: list[_Owner] = []
         self.replaced: dict[int, int] = {}  # id of the parameter before -> index, for rebinding optimizers
         self._kept_alive = [p for _, p, _ in entries]
+        # The user may keep lists of the parameters of before; weak, since an id is used again after its object.
+        self._before = [(weakref.ref(p), i) for i, (_, p, _) in enumerate(entries)]
         for layout, (_, old, owners) in zip(self.layout.params, entries, strict=True):
             view = self._padded_view(flats[layout.dtype], layout)
             self.storage.views.append(view)
@@ -124,6 +127,16 @@ class ShardedModel:
         """Forgets the full parameters once nothing needs to be rebound to their shards any more."""
         self.replaced.clear()
         self._kept_alive.clear()
+
+    def known_objects(self) -> dict[int, int]:
+        """Index by id of every living object that stands for a parameter: the shards, and what they replaced as
+        far as the user still holds it."""
+        found = {id(p): i for i, p in enumerate(self.parameters)}
+        for ref, index in self._before:
+            old = ref()
+            if old is not None:
+                found[id(old)] = index
+        return found
 
     @staticmethod
     def of(model: nn.Module) -> ShardedModel | None:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fsdp_fx._torch_private import make_fx, tracing
+from fsdp_fx._torch_private import current_graph, make_fx, tracing
 from fsdp_fx.annotate import META_KEYS, annotate_new_nodes
 from fsdp_fx.graph_pass import graph_pass
 from fsdp_fx.step_graph import Decision, StepGraph, is_random, written_args
@@ -90,8 +90,6 @@ class _Labelled(fx.Interpreter):
     last: fx.Node | None = None
 
     def run_node(self, n: fx.Node) -> Any:
-        from fsdp_fx._torch_private import current_graph
-
         result = super().run_node(n)
         graph = current_graph()
         if graph is not None:

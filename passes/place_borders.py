@@ -36,7 +36,7 @@ from fsdp_fx.signature import (
     OptimizerStateInput,
     ParameterInput,
 )
-from fsdp_fx.step_graph import STATE_INPUTS, Aliases, StepGraph, is_random
+from fsdp_fx.step_graph import Aliases, StepGraph, is_random
 
 __all__ = ["place_borders"]
 
@@ -165,6 +165,3 @@ def _drop_unused_inputs(step: StepGraph) -> None:
         else:
             kept.append(spec)
     step.signature = type(step.signature)(tuple(kept), step.signature.outputs)
-
-
-assert set(STATE_INPUTS) >= {ParameterInput, GradientInput, OptimizerStateInput}

@@ -4,6 +4,7 @@ import re
 
 import cases
 import expecttest
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -66,6 +67,19 @@ def foreign_parameter():
         optimizer.step()
 
     return model, train_step
+
+
+def unowned_module():
+    criterion = nn.Linear(2, 1)
+
+    def train_step(model, x):
+        criterion(model(x)).sum().backward()
+
+    return small(), train_step
+
+
+def numpy_function(model, x):
+    return np.asarray(model(x).detach()).sum()
 
 
 def closure():
@@ -277,4 +291,24 @@ The step returns a Box, which holds tensors but is not a pytree.
   at:  tests/test_refusals.py:LINE in returns_a_box
   why: Its tensors cannot be found, so they would be lost.
   fix: Return a tuple, dict or named tuple, or register the class with torch.utils._pytree.register_pytree_node / register_dataclass.""",
+        )
+
+    def test_unowned_module(self):
+        self.check(
+            "unowned_module",
+            """\
+The step uses a parameter (f32[1,2]) that the model does not own.
+  at:  tests/test_refusals.py:LINE in train_step: criterion(model(x)).sum().backward()
+  why: Only the model's parameters are sharded and get reduced gradients; this one's gradient would be each rank's own.
+  fix: Register its module on the model, or freeze it: requires_grad_(False) or torch.no_grad().""",
+        )
+
+    def test_numpy_function(self):
+        self.check(
+            "numpy_function",
+            """\
+The step reads a tensor's value: numpy on a tensor f32[3,2].
+  at:  tests/test_refusals.py:LINE in numpy_function: return np.asarray(model(x).detach()).sum()
+  why: The step is one graph for all calls; a value read here would be baked in.
+  fix: Use torch operators on the tensor, or return it and convert it outside the step.""",
         )

@@ -410,3 +410,69 @@ def test_optimizers_that_branch_on_their_state_are_refused(ranks, name):
     text = ranks(2, undecidable, name)[0]
     assert "The optimizer decides in Python on a value of its state" in text
     assert "test_steps.py" in text
+
+
+def lists_kept_by_the_user(when):
+    """A list of parameters made before or after fsdp_compile stands for the shards inside the step."""
+    model = small()
+    reference = copy.deepcopy(model)
+
+    def make(model, reduce, kept):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def train_step(model, x):
+            loss = loss_of(model, x) + 0.01 * sum(p.pow(2).sum() for p in kept)
+            loss.backward()
+            reduce(model)
+            norm = nn.utils.clip_grad_norm_(kept, 0.1)
+            nn.utils.clip_grad_value_(kept, 0.01)
+            optimizer.step()
+            for p in kept:
+                p.grad = None
+            return loss.detach(), norm
+
+        return train_step
+
+    eager = make(reference, average, list(reference.parameters()))
+    kept = list(model.parameters())
+    step = fsdp_compile(make(model, nothing, kept), model)
+    if when == "after":
+        kept[:] = model.parameters()
+    for i in range(3):
+        torch.testing.assert_close(step(data(i)), eager(reference, data(i)), rtol=1e-4, atol=1e-5)
+    for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(cases.full(q.detach()), p.detach())
+    assert all(p.grad is None for p in kept)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_lists_of_parameters(ranks, when):
+    ranks(2, lists_kept_by_the_user, when)
+
+
+def frozen_teacher():
+    """Tensors of another module, used without gradients, are constants of the graph."""
+    torch.manual_seed(1)
+    teacher = nn.Linear(5, 3)
+
+    def make(model, reduce):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def train_step(model, x):
+            with torch.no_grad():
+                wanted = teacher(x)
+            loss = (model(x) - wanted).pow(2).mean()
+            loss.backward()
+            reduce(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return train_step
+
+    compare(small, make)
+    assert all(p.grad is None for p in teacher.parameters())
+
+
+def test_a_frozen_teacher(ranks):
+    ranks(2, frozen_teacher)
