@@ -158,7 +158,10 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="train eager fully_shard too and compare bit for bit")
     args = parser.parse_args()
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cpu"
+    if torch.cuda.is_available():
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # one GPU a rank
+        torch.cuda.set_device(device)
     model = make_model(args, device)
     optimizer, scheduler = optimizer_and_schedule(model, args)
     step = fsdp_compile(make_step(optimizer), model)  # <- the only line that makes it sharded
@@ -215,7 +218,7 @@ def check(args: argparse.Namespace, device: str, ours: nn.Module, losses: list[f
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    mesh = init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
     model = make_model(args, device)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)

@@ -181,7 +181,7 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         reads = getattr(func, "__name__", "") not in ("__get__", "__set__")  # attributes are not values
-        args = [self._replaced(a, reads) for a in args]
+        args = tuple([self._replaced(a, reads) for a in args])
         kwargs = {k: self._replaced(v, reads) for k, v in kwargs.items()} if kwargs else {}
         if self.in_optimizer:
             if func is torch.tensor and args and isinstance(args[0], (int, float)):

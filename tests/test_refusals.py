@@ -146,6 +146,7 @@ def refusal(case):
     assert all(p.grad is None for p in model.parameters())
     # The model is untouched: an honest step still compiles and runs.
     fsdp_compile(lambda model, x: model(x).sum(), model)(torch.ones(3, 4))
+    text = re.sub(r"\balias_", "detach_", text)  # what torch 2.14 calls it
     return re.sub(r"\S*/tests/", "tests/", re.sub(r"py:\d+", "py:LINE", text))
 
 
