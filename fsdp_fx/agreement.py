@@ -53,9 +53,10 @@ class Agreement:
         if self.quiet or not dist.is_initialized():
             return
         try:
-            self._post({"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"})
-            if self.rank == 0:
-                self._decide()
+            entry: dict[str, object] = {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+            self._post(entry)
+            if self.rank == 0:  # the verdict is clear; nobody has to be waited for
+                default_store().set(self._key("verdict"), _compare([entry]))
         except RuntimeError:
             pass
         self.rounds += 1

@@ -42,7 +42,7 @@ from fsdp_fx.optimizers import (
     read_hyperparameter,
     swapped,
 )
-from fsdp_fx.printing import StepGraphModule
+from fsdp_fx.printing import StepGraphModule, type_text
 from fsdp_fx.signature import (
     BatchInput,
     BufferInput,
@@ -58,7 +58,7 @@ from fsdp_fx.signature import (
     UserOutput,
 )
 from fsdp_fx.step_graph import Aliases, StepGraph, is_random, written_args
-from fsdp_fx.storage import ShardedModel, contiguous_stride
+from fsdp_fx.storage import ShardedModel, check_no_hooks, contiguous_stride
 
 __all__ = ["Captured", "StateInit", "capture"]
 
@@ -170,7 +170,7 @@ class _Watch(TorchFunctionMode):
         if reads and value.requires_grad and torch.is_grad_enabled():
             raise CaptureError(
                 message(
-                    f"The step uses a parameter ({_type(value)}) that the model does not own.",
+                    f"The step uses a parameter ({type_text(value)}) that the model does not own.",
                     "Only the model's parameters are sharded and get reduced gradients; this one's gradient would be "
                     "each rank's own.",
                     "Register its module on the model, or freeze it: requires_grad_(False) or torch.no_grad().",
@@ -193,7 +193,7 @@ class _Watch(TorchFunctionMode):
                 record_in_place(getattr(getattr(torch.ops.aten, func.__name__), overload), args, kwargs)
                 return None
         elif func in _ITEM_CALLS and isinstance(args[0], FakeTensor):
-            kind = f"a tensor {_type(args[0])}"
+            kind = f"a tensor {type_text(args[0])}"
             raise CaptureError(
                 message(
                     f"The step reads a tensor's value: {_ITEM_CALLS[func].format(kind)}.",
@@ -203,12 +203,6 @@ class _Watch(TorchFunctionMode):
                 )
             )
         return func(*args, **kwargs)
-
-
-def _type(tensor: torch.Tensor) -> str:
-    from fsdp_fx.printing import type_text
-
-    return type_text(tensor)
 
 
 def capture(
@@ -228,7 +222,6 @@ def capture(
     layouts = sharded.layout.params
     inputs = _Inputs()
     by_id = {id(p): i for i, p in enumerate(sharded.parameters)}
-    owned = {id(m): m for m in model.modules()}
 
     def fake(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         """A stand-in; parameters and their state by full shape, meta tensors on the mesh's device."""
@@ -238,6 +231,8 @@ def capture(
         with mode:
             return torch.empty_strided(size, stride, dtype=tensor.dtype, device=device)
 
+    for layout, real in zip(layouts, sharded.parameters, strict=True):
+        check_no_hooks(real, layout.name)
     trained = [p.requires_grad for p in sharded.parameters]
     stand_ins: list[torch.Tensor] = []
     for layout, real in zip(layouts, sharded.parameters, strict=True):
@@ -299,7 +294,7 @@ def capture(
         return None if index is None else stand_ins[index]
 
     def foreign(optimizer: Optimizer, parameter: Any) -> Exception:
-        shape = _type(parameter) if isinstance(parameter, torch.Tensor) else type(parameter).__name__
+        shape = type_text(parameter) if isinstance(parameter, torch.Tensor) else type(parameter).__name__
         return CaptureError(
             message(
                 f"{type(optimizer).__name__} steps a parameter ({shape}) that the model does not own.",
@@ -338,13 +333,15 @@ def capture(
                     p.register_hook(_border_hook(layouts[index].name))
             for owner in sharded.owners:
                 setattr(owner.module, owner.attribute, stand_ins[owner.index])
-            for module in owned.values():
+            stand_in_of = {}
+            for path, module in model.named_modules():
                 for key, buffer in module._buffers.items():
                     if buffer is not None:
-                        module._buffers[key] = buffers[id(buffer)]
+                        module._buffers[key] = stand_in_of[path, key] = buffers[id(buffer)]
             args_, kwargs_ = pytree.tree_unflatten(batch, tree)
             with watch:
                 result = train_step(model, *args_, **kwargs_)
+            _update_buffers(model, stand_in_of)
             return _collect(
                 result,
                 out,
@@ -367,6 +364,26 @@ def capture(
             module = make_fx(annotated)(*inputs.values)
 
     return _finish(module, inputs, out, stepped, optimizers, mode, symbols, sharded)
+
+
+def _update_buffers(model: nn.Module, stand_in_of: dict[tuple[str, str], torch.Tensor]) -> None:
+    """A buffer that the step replaced (`self.average = ...`) becomes an update of the buffer in place."""
+    for path, module in model.named_modules():
+        for key, now in module._buffers.items():
+            before = stand_in_of.get((path, key))
+            if now is before:
+                continue
+            name = f"{path}.{key}" if path else key
+            if before is None or now is None or (now.shape, now.dtype) != (before.shape, before.dtype):
+                raise CaptureError(
+                    message(
+                        f"The step gives buffer '{name}' another shape or dtype, or makes or removes it.",
+                        "The compiled step updates buffers in place, for all later calls.",
+                        "Register the buffer with its final shape before fsdp_compile.",
+                    )
+                )
+            with torch.no_grad():
+                before.copy_(now)
 
 
 def _border_hook(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -645,6 +662,14 @@ def _check_batch(leaf: torch.Tensor, path: str) -> None:
                 f"Argument {path} of the step is a DTensor.",
                 "Each rank passes its own part of the batch as a plain tensor.",
                 "Pass tensor.to_local().",
+            )
+        )
+    if leaf.requires_grad:
+        raise CaptureError(
+            message(
+                f"Argument {path} of the step requires a gradient.",
+                "The compiled step does not fill the .grad of its inputs.",
+                "Inside the step: x = x.detach().requires_grad_(), and return torch.autograd.grad(loss, x) or x.grad.",
             )
         )
 

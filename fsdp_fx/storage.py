@@ -22,7 +22,7 @@ from fsdp_fx._torch_private import local_tensor
 from fsdp_fx.errors import ConfigError, StateError, message
 from fsdp_fx.layout import ModelLayout, ParamLayout
 
-__all__ = ["ShardedModel", "contiguous_stride"]
+__all__ = ["ShardedModel", "check_no_hooks", "contiguous_stride", "rebased"]
 
 _SLOT = "_fsdp_fx_slot"  # attribute of our parameters: which ShardedModel they belong to
 
@@ -106,6 +106,8 @@ class ShardedModel:
         self._kept_alive = [p for _, p, _ in entries]
         # The user may keep lists of the parameters of before; weak, since an id is used again after its object.
         self._before = [(weakref.ref(p), i) for i, (_, p, _) in enumerate(entries)]
+        for names, old, _ in entries:
+            check_no_hooks(old, names[0])
         for layout, (_, old, owners) in zip(self.layout.params, entries, strict=True):
             view = self._padded_view(flats[layout.dtype], layout)
             self.storage.views.append(view)
@@ -297,6 +299,18 @@ def _named_parameters(
                 )
             )
     return list(found.values())
+
+
+def check_no_hooks(parameter: nn.Parameter, name: str) -> None:
+    """Raises for hooks that a compiled step would not run."""
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise ConfigError(
+            message(
+                f"Parameter '{name}' has a gradient hook (register_hook).",
+                "The compiled step works on shards of the parameter and would never call it.",
+                "Edit the gradient inside the step, between backward() and optimizer.step(): p.grad.mul_(...).",
+            )
+        )
 
 
 def _one_device(entries: list[Any], mesh: DeviceMesh) -> torch.device:

@@ -476,3 +476,39 @@ def frozen_teacher():
 
 def test_a_frozen_teacher(ranks):
     ranks(2, frozen_teacher)
+
+
+class Averaging(nn.Module):
+    """Replaces its buffer instead of writing it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+        self.register_buffer("average", torch.zeros(3))
+
+    def forward(self, x):
+        out = self.linear(x)
+        self.average = 0.9 * self.average + 0.1 * out.detach().mean(0)
+        return out - self.average
+
+
+def replaced_buffer():
+    def make(model, reduce):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def train_step(model, x):
+            loss = loss_of(model, x)
+            loss.backward()
+            reduce(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return train_step
+
+    torch.manual_seed(0)
+    compare(Averaging, make)
+
+
+def test_a_buffer_that_the_forward_replaces(ranks):
+    ranks(2, replaced_buffer)
