@@ -46,6 +46,7 @@ __all__ = [
     "LazyGraphModule",
     "TorchDispatchMode",
     "autograd_sequence_number",
+    "backend_name",
     "current_autograd_sequence",
     "current_graph",
     "default_store",
@@ -166,6 +167,12 @@ def default_store() -> Store:
     """The rendezvous store of the default group: the ranks agree on plans through it without a
     collective, so that no collective can hang. No public accessor. 2.0 to 2.13."""
     return dist.distributed_c10d._get_default_store()
+
+
+def backend_name(group: dist.ProcessGroup, device_type: str) -> str:
+    """ "gloo", "nccl", "fake": what carries this group's tensors of this device. `get_backend` answers for the whole
+    group, "cpu:gloo,cuda:nccl" if it has several. 2.0 to 2.13."""
+    return str(group._get_backend(torch.device(device_type)).name())
 
 
 def local_store() -> Store:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
+from fsdp_fx._torch_private import backend_name
 from fsdp_fx.agreement import Agreement, check_kept
 from fsdp_fx.capture import capture
 from fsdp_fx.errors import ConfigError, FsdpFxError, message
@@ -160,7 +160,7 @@ class CompiledStep(Generic[R]):
                 captured = capture(self._train_step, self._model, args, kwargs, self._sharded)
                 step = captured.step
                 step.group = self._sharded.mesh.get_group().group_name
-                step.backend = self._backend()
+                step.backend = backend_name(self._sharded.mesh.get_group(), self._sharded.mesh.device_type)
                 step.mesh = self._sharded.mesh
                 step.rank = self._sharded.rank
                 step.timings["capture"] = time.perf_counter() - begun
@@ -196,11 +196,6 @@ class CompiledStep(Generic[R]):
                 del self._programs[oldest]
             log = _LOG.warning if self._sharded.rank == 0 else _LOG.info
             log("dropped the oldest of %d compiled graphs; shapes that vary much retrace often", CACHE_SIZE)
-
-    def _backend(self) -> str:
-        if is_simulated():
-            return "fake"
-        return str(dist.get_backend(self._sharded.mesh.get_group()))
 
     # --- reading --------------------------------------------------------------------------------------------
 

@@ -1,7 +1,5 @@
 """Ranks that would run different collectives get an error on all ranks, never a hang."""
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,21 +16,19 @@ def different_layers():
         model[dist.get_rank()](x).sum().backward()
 
     step = fsdp_compile(train_step, model)
-    begun = time.monotonic()
     try:
         step(torch.ones(2, 4))
     except PlanMismatchError as error:
-        return str(error), time.monotonic() - begun
+        return str(error)
     raise AssertionError("ranks disagreed unnoticed")
 
 
 def test_different_plans(ranks):
     texts = ranks(2, different_layers)
-    for text, seconds in texts:
+    for text in texts:
         assert "Ranks 0 and 1 planned different collectives: number 0 is 'all_gather" in text
         assert "0.weight" in text
         assert "1.weight" in text
-        assert seconds < 30
 
 
 def one_rank_cannot_trace(which):
