@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
@@ -115,6 +116,7 @@ class CompiledStep(Generic[R]):
         self._last_key: Any = None
         self._seconds: dict[str, float] = {}
         self._traces: list[str] = []
+        self._arguments: list[Any] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         """Runs the step on this rank's batch; compiles first if nothing compiled fits."""
@@ -171,6 +173,8 @@ class CompiledStep(Generic[R]):
         self._agree(key, captured.step.signature, stages.step.plan())
         program = Program(captured, stages, self._model, self._sharded, self._state)
         self._programs.setdefault(key, []).append(program)
+        # Other objects among the arguments are known by id, which must not be used again for another object.
+        self._arguments += [leaf for leaf in pytree.tree_leaves((args, kwargs)) if not isinstance(leaf, torch.Tensor)]
         self._trim(key)
         self._seconds = stages.step.timings
         self._traces.append(reason)

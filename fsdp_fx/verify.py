@@ -62,6 +62,7 @@ def _broken(step: StepGraph, before: StepGraph | None) -> Iterator[tuple[fx.Node
         yield from _functional(step)
     if "parameters_sharded" in step.properties:
         yield from _collectives(step)
+        yield from _versions(step)
     if "optimizer_sharded" in step.properties:
         yield from _shards(step)
 
@@ -128,6 +129,27 @@ def _collectives(step: StepGraph) -> Iterator[tuple[fx.Node | None, str]]:
         gathered = isinstance(source, fx.Node) and source.meta["collective"].kind == "all_gather"
         if gathered and not isinstance(spec, UserOutput):
             yield value, f"output '{spec}' keeps a gathered parameter alive"
+
+
+def _versions(step: StepGraph) -> Iterator[tuple[fx.Node | None, str]]:
+    """A gather reads its parameters as they are in its segment: before that segment's writes, behind earlier ones.
+    No edge of the graph says so, since shards are written in place and buckets read the flat buffer."""
+    names = {node: spec.name for node, spec in step.inputs() if isinstance(spec, ParameterInput)}
+    aliases = Aliases(step.graph)
+    writes: dict[str, list[fx.Node]] = {}
+    for node in step.graph.nodes:
+        for root in aliases.writes(node):
+            if root in names:
+                writes.setdefault(names[root], []).append(node)
+    for node, info in step.collectives():
+        if info.kind != "all_gather":
+            continue
+        for name in info.parameters:
+            for write in writes.get(name, ()):
+                before = node.meta["segment"] <= write.meta["segment"]
+                if before != (node < write):
+                    place = "behind" if before else "before"
+                    yield node, f"'{node.name}' gathers '{name}' {place} its update '{write.name}'"
 
 
 def _shards(step: StepGraph) -> Iterator[tuple[fx.Node | None, str]]:

@@ -86,6 +86,15 @@ def local_reads_sharded(step):
     extra.meta = {**local.meta, "domain": "local"}
 
 
+def update_before_the_gather(step):
+    """A write that no edge ties to the gather behind it."""
+    parameter = step.placeholders()[0]
+    first = next(n for n in step.graph.nodes if n.op == "call_function")
+    with step.graph.inserting_before(first):
+        extra = step.graph.call_function(torch.ops.aten.mul_.Tensor, (parameter, 0.5))
+    extra.meta = {"val": parameter.meta["val"], "domain": "sharded", "phase": "sharded", "segment": 0}
+
+
 def lose_an_input(step):
     step.signature = type(step.signature)(step.signature.inputs[1:], step.signature.outputs)
 
@@ -99,6 +108,7 @@ def lose_an_input(step):
         (drop_draw, "order or number of random draws changed"),
         (whole_parameter, "parameter input '0.weight' is not a shard of shape"),
         (local_reads_sharded, "of the sharded domain"),
+        (update_before_the_gather, "behind its update"),
         (lose_an_input, "are not the signature's inputs"),
     ],
 )
