@@ -479,7 +479,11 @@ def _check_untouched(
     optimizer: Optimizer, position: int, hyper_values: dict[tuple[int, Hyperparameter], Any], at: str
 ) -> None:
     for (owner, where), value in hyper_values.items():
-        if owner == position and read_hyperparameter(optimizer, where) is not value:
+        if owner != position:
+            continue
+        group = optimizer.param_groups[where.group]
+        now = group.get(where.key) if where.index is None else group[where.key][where.index]
+        if now is not value:
             name = f"{type(optimizer).__name__}.param_groups[{where.group}]['{where.key}']"
             raise CaptureError(
                 message(

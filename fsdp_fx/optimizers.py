@@ -80,7 +80,10 @@ def _shard_of(parameter: Any, sharded: ShardedModel) -> Any:
 
 
 def _is_input(value: Any) -> bool:
-    return isinstance(value, (float, torch.Tensor)) and not isinstance(value, bool)
+    """Floats, numpy's among them (schedulers make those), and tensors; not ints and flags."""
+    if isinstance(value, torch.Tensor):
+        return True
+    return isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)
 
 
 def hyperparameters(optimizer: Optimizer) -> list[Hyperparameter]:
@@ -98,8 +101,11 @@ def hyperparameters(optimizer: Optimizer) -> list[Hyperparameter]:
 
 
 def read_hyperparameter(optimizer: Optimizer, where: Hyperparameter) -> Any:
+    """The value now: a tensor, or a Python float."""
     value = optimizer.param_groups[where.group][where.key]
-    return value if where.index is None else value[where.index]
+    if where.index is not None:
+        value = value[where.index]
+    return value if isinstance(value, torch.Tensor) else float(value)
 
 
 def static_settings(optimizer: Optimizer) -> tuple[Any, ...]:
@@ -116,7 +122,7 @@ def static_settings(optimizer: Optimizer) -> tuple[Any, ...]:
 
 def _static(value: Any) -> Any:
     if _is_input(value):
-        return type(value)
+        return "tensor" if isinstance(value, torch.Tensor) else "float"
     if isinstance(value, (tuple, list)):
         return tuple(_static(item) for item in value)
     if isinstance(value, (numbers.Number, str, type(None))):

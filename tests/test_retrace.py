@@ -4,6 +4,7 @@ import copy
 import logging
 
 import cases
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -32,6 +33,32 @@ def test_a_scheduler_never_retraces(ranks):
     assert len({rate for rate, _ in rates}) > 40
     # Adam's largest update follows the learning rate of the very same step.
     assert all(0.1 * rate < update < 10 * rate for rate, update in rates)
+
+
+def numpy_rates():
+    """A schedule that makes numpy floats, as many do."""
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: np.float64(1 / (i + 1)) if i % 2 else 1.0)
+
+    def train_step(model, x):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step = fsdp_compile(train_step, model)
+    kinds = set()
+    for _ in range(6):
+        step(torch.ones(2, 3))
+        kinds.add(type(optimizer.param_groups[0]["lr"]).__name__)
+        scheduler.step()
+    return step.traces, kinds
+
+
+def test_rates_that_are_numpy_floats(ranks):
+    traces, kinds = ranks(2, numpy_rates)[0]
+    assert kinds == {"float", "float64"}
+    assert traces == ["first call"]
 
 
 def new_shapes():
