@@ -534,6 +534,15 @@ def _finish(
     final = graph.output_node()
     final.args = (tuple(final.args[0]),)  # type: ignore[arg-type]
     for node in graph.nodes:
+        if is_random(node) and node.meta.get("phase") == "backward":
+            raise CaptureError(
+                message(
+                    f"{node.target} draws random numbers in backward: a checkpointed part of the model with dropout.",
+                    "The recomputation would draw a second mask, and gradients would be wrong without any sign of it.",
+                    "Keep random operators out of torch.utils.checkpoint, or set its dropout to 0.",
+                    str(node.meta.get("frame") or ""),
+                )
+            )
         node.meta.setdefault("val", None)  # in-place foreach operators return nothing
         if node.target is reduce_gradient:
             node.name = graph._graph_namespace.create_name(f"reduce_{_safe(str(node.args[1]))}", None)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_fx
 from fsdp_fx import fsdp_compile
@@ -80,6 +81,22 @@ def unowned_module():
 
 def numpy_function(model, x):
     return np.asarray(model(x).detach()).sum()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def dropout_under_checkpoint():
+    def train_step(model, x):
+        model(x).sum().backward()
+
+    return Checkpointed(), train_step
 
 
 def closure():
@@ -313,3 +330,10 @@ The step reads a tensor's value: numpy on a tensor f32[3,2].
   why: The step is one graph for all calls; a value read here would be baked in.
   fix: Use torch operators on the tensor, or return it and convert it outside the step.""",
         )
+
+    def test_dropout_under_checkpoint(self):
+        self.check("dropout_under_checkpoint", """\
+aten.bernoulli_.float draws random numbers in backward: a checkpointed part of the model with dropout.
+  at:  tests/test_refusals.py:LINE in forward: return checkpoint(self.inner, x, use_reentrant=False)
+  why: The recomputation would draw a second mask, and gradients would be wrong without any sign of it.
+  fix: Keep random operators out of torch.utils.checkpoint, or set its dropout to 0.""")

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_fx import CaptureError, fsdp_compile
 
@@ -512,3 +513,34 @@ def replaced_buffer():
 
 def test_a_buffer_that_the_forward_replaces(ranks):
     ranks(2, replaced_buffer)
+
+
+class Recomputed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3))
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def checkpointed():
+    def make(model, reduce):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def train_step(model, x):
+            loss = loss_of(model, x)
+            loss.backward()
+            reduce(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return train_step
+
+    torch.manual_seed(0)
+    compare(Recomputed, make)
+
+
+def test_checkpointing_without_dropout(ranks):
+    ranks(2, checkpointed)
