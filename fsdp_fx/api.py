@@ -58,8 +58,8 @@ def fsdp_compile(
 
     Afterwards `model.parameters()` are DTensors with `Shard(0)` (0-d ones `Replicate()`), whose memory the step
     trains: state dicts, `torch.distributed.checkpoint` and eager optimizers work on them. Optimizers that hold the
-    model's parameters, wherever they are, are pointed at the shards; lists of parameters that you keep yourself are
-    not, so read `model.parameters()` anew.
+    model's parameters, wherever they are, are pointed at the shards. Lists of parameters that you keep yourself work
+    inside the step; outside of it, read `model.parameters()` anew.
 
     Gradients are averaged over ranks, as `fully_shard` does. Hyperparameters in `optimizer.param_groups` are
     read at every call; other Python values that the step uses (attributes, globals, closures) are baked in when it

@@ -332,8 +332,11 @@ The step reads a tensor's value: numpy on a tensor f32[3,2].
         )
 
     def test_dropout_under_checkpoint(self):
-        self.check("dropout_under_checkpoint", """\
+        self.check(
+            "dropout_under_checkpoint",
+            """\
 aten.bernoulli_.float draws random numbers in backward: a checkpointed part of the model with dropout.
   at:  tests/test_refusals.py:LINE in forward: return checkpoint(self.inner, x, use_reentrant=False)
   why: The recomputation would draw a second mask, and gradients would be wrong without any sign of it.
-  fix: Keep random operators out of torch.utils.checkpoint, or set its dropout to 0.""")
+  fix: Keep random operators out of torch.utils.checkpoint, or set its dropout to 0.""",
+        )
