@@ -57,7 +57,7 @@ from fsdp_fx.signature import (
     StepSignature,
     UserOutput,
 )
-from fsdp_fx.step_graph import Aliases, StepGraph, is_random, written_args
+from fsdp_fx.step_graph import Aliases, StepGraph, is_random, remove_dead
 from fsdp_fx.storage import ShardedModel, check_no_hooks, contiguous_stride
 
 __all__ = ["Captured", "StateInit", "capture"]
@@ -568,17 +568,6 @@ def _finish(
         out_leaves=out["leaves"],
         cleared_gradients=tuple(out["cleared"]),
     )
-
-
-def remove_dead(graph: fx.Graph) -> None:
-    """Drops what no output needs. Writes and random draws stay: both are the step's doing; profiler marks go."""
-    for node in reversed(graph.nodes):
-        if node.op in ("placeholder", "output"):
-            continue
-        if str(node.target).startswith("profiler.") or (
-            not node.users and not written_args(node) and not is_random(node)
-        ):
-            graph.erase_node(node)
 
 
 _FACTORIES = {

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -33,7 +32,7 @@ from fsdp_fx.signature import (
     UserOutput,
 )
 from fsdp_fx.state import OptimizerShards
-from fsdp_fx.storage import ShardedModel, contiguous_stride, rebased
+from fsdp_fx.storage import ShardedModel
 
 __all__ = ["Program"]
 
@@ -93,7 +92,6 @@ class Program:
             for o in self._outputs
             if isinstance(o, OptimizerStateOutput) and (key := (o.optimizer, index_of[o.parameter], o.key)) not in given
         ]
-        self._lifted = lifted
 
     def optimizers(self) -> list[Optimizer]:
         """The stepped optimizers; empty if one of them no longer exists."""
@@ -119,15 +117,13 @@ class Program:
         return None
 
     def create_state(self) -> None:
-        """Creates state that the optimizer would create at its first step; does nothing later."""
+        """Creates what is missing of the state that the optimizer would create at its first step."""
         optimizers = self.optimizers()
         missing = [
             init
             for init in self.captured.state_inits
             if not self.state.has(optimizers[init.optimizer], self._index_of[init.parameter], init.key)
         ]
-        if not missing:
-            return
         inits = []
         for init in missing:
             value: float | int = init.value
@@ -140,8 +136,6 @@ class Program:
     def __call__(self, leaves: list[Any]) -> Any:
         """Runs the step on the leaves of (args, kwargs) and returns the user's tree."""
         optimizers = self.optimizers()
-        if self._lifted:
-            self.create_state()
         arguments = list(self._template)
         for position, index in self._gradients:
             arguments[position] = self.sharded.gradient(index)
@@ -149,8 +143,11 @@ class Program:
             arguments[position] = holder[name]
         for position, number, where in self._hypers:
             arguments[position] = read_hyperparameter(optimizers[number], where)
-        for position, number, index, key in self._states:
-            arguments[position] = self.state.local(optimizers[number], index, key)
+        try:
+            self._fill_states(arguments, optimizers)
+        except KeyError:  # the optimizer's first step, or a parameter's
+            self.create_state()
+            self._fill_states(arguments, optimizers)
         for position, leaf in self._batch:
             arguments[position] = leaves[leaf]
         with torch.no_grad():
@@ -160,6 +157,10 @@ class Program:
                 self._explain(error)
                 raise
         return self._finish(results, optimizers)
+
+    def _fill_states(self, arguments: list[Any], optimizers: list[Optimizer]) -> None:
+        for position, number, index, key in self._states:
+            arguments[position] = self.state.local(optimizers[number], index, key)
 
     def _finish(self, results: tuple[Any, ...], optimizers: list[Optimizer]) -> Any:
         sharded = self.sharded
@@ -183,16 +184,7 @@ class Program:
         assert isinstance(spec, UserOutput)
         if spec.placement != "sharded" or spec.shape is None:
             return value
-        rows, mine = spec.shape[0], value.shape[0]
-        local = value[: min(mine, max(0, rows - self.sharded.rank * mine))]
-        return DTensor.from_local(
-            rebased(local),
-            self.sharded.mesh,
-            [Shard(0)],
-            run_check=False,
-            shape=torch.Size(spec.shape),
-            stride=contiguous_stride(spec.shape),
-        )
+        return self.sharded.rows_as_dtensor(value, spec.shape)
 
     def _explain(self, error: Exception) -> None:
         """Says which line of the user's code the failing node stands for; turns transport errors into ours."""

@@ -27,8 +27,10 @@ __all__ = [
     "StepGraph",
     "emit",
     "fake_result",
+    "fresh",
     "is_random",
     "is_view",
+    "remove_dead",
     "written_args",
 ]
 
@@ -163,6 +165,24 @@ def fake_result(step: StepGraph, node: fx.Node) -> Any:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     with step.mode, torch.no_grad():
         return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def remove_dead(graph: fx.Graph) -> None:
+    """Drops what no output needs. Writes and random draws stay: both are the step's doing; profiler marks go."""
+    for node in reversed(graph.nodes):
+        if node.op in ("placeholder", "output"):
+            continue
+        if str(node.target).startswith("profiler.") or (
+            not node.users and not written_args(node) and not is_random(node)
+        ):
+            graph.erase_node(node)
+
+
+def fresh(value: Any) -> Any:
+    """A new fake tensor like this one, for a trace whose writes must not reach the graph's own fake values."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return value
 
 
 def schema_of(node: fx.Node) -> torch._C.FunctionSchema | None:

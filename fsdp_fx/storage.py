@@ -22,7 +22,7 @@ from fsdp_fx._torch_private import local_tensor
 from fsdp_fx.errors import ConfigError, StateError, message
 from fsdp_fx.layout import ModelLayout, ParamLayout
 
-__all__ = ["ShardedModel", "check_no_hooks", "contiguous_stride", "rebased"]
+__all__ = ["ShardedModel", "check_no_hooks", "contiguous_stride"]
 
 _SLOT = "_fsdp_fx_slot"  # attribute of our parameters: which ShardedModel they belong to
 
@@ -173,16 +173,20 @@ class ShardedModel:
 
     def as_dtensor(self, view: torch.Tensor, layout: ParamLayout) -> DTensor:
         """The user's DTensor over a padded shard: same memory, padding out of sight."""
-        view = rebased(view)
         if layout.replicated:
-            return DTensor.from_local(view, self.mesh, [Replicate()], run_check=False)
+            return DTensor.from_local(rebased(view), self.mesh, [Replicate()], run_check=False)
+        return self.rows_as_dtensor(view, layout.shape)
+
+    def rows_as_dtensor(self, view: torch.Tensor, shape: tuple[int, ...]) -> DTensor:
+        """A DTensor of `shape` over this rank's padded rows of it."""
+        mine = view.shape[0]
         return DTensor.from_local(
-            view[: layout.local_rows(self.rank)],
+            rebased(view)[: min(mine, max(0, shape[0] - self.rank * mine))],
             self.mesh,
             [Shard(0)],
             run_check=False,
-            shape=torch.Size(layout.shape),
-            stride=contiguous_stride(layout.shape),
+            shape=torch.Size(shape),
+            stride=contiguous_stride(shape),
         )
 
     def new_storage(self, dtype_of: dict[int, torch.dtype]) -> FlatStorage:

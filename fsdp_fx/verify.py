@@ -61,10 +61,12 @@ def _broken(step: StepGraph, before: StepGraph | None) -> Iterator[tuple[fx.Node
     if "functional" in step.properties:
         yield from _functional(step)
     if "parameters_sharded" in step.properties:
-        yield from _collectives(step)
-        yield from _versions(step)
-    if "optimizer_sharded" in step.properties:
-        yield from _shards(step)
+        yield from _waits(step)
+        aliases = Aliases(step.graph)
+        yield from _lifetimes(step, aliases)
+        yield from _versions(step, aliases)
+        if "optimizer_sharded" in step.properties:
+            yield from _shards(step, aliases)
 
 
 def _signature(step: StepGraph) -> Iterator[tuple[fx.Node | None, str]]:
@@ -109,7 +111,7 @@ def _functional(step: StepGraph) -> Iterator[tuple[fx.Node | None, str]]:
                     yield node, f"local '{node.name}' writes '{target.name}' in place"
 
 
-def _collectives(step: StepGraph) -> Iterator[tuple[fx.Node | None, str]]:
+def _waits(step: StepGraph) -> Iterator[tuple[fx.Node | None, str]]:
     for node in step.graph.nodes:
         if node.target in BORDERS:
             yield node, f"border '{node.name}' is left"
@@ -122,7 +124,9 @@ def _collectives(step: StepGraph) -> Iterator[tuple[fx.Node | None, str]]:
                 yield node, f"collective '{node.name}' does not say what it is for"
         if node.target is c10d.wait_tensor.default and "collective" not in node.args[0].meta:
             yield node, f"'{node.name}' waits for what is no collective"
-    aliases = Aliases(step.graph)
+
+
+def _lifetimes(step: StepGraph, aliases: Aliases) -> Iterator[tuple[fx.Node | None, str]]:
     for spec, value in zip(step.signature.outputs, step.output_args(), strict=True):
         root = aliases.root(value)
         source = root.args[0] if root.target is c10d.wait_tensor.default else None
@@ -131,11 +135,10 @@ def _collectives(step: StepGraph) -> Iterator[tuple[fx.Node | None, str]]:
             yield value, f"output '{spec}' keeps a gathered parameter alive"
 
 
-def _versions(step: StepGraph) -> Iterator[tuple[fx.Node | None, str]]:
+def _versions(step: StepGraph, aliases: Aliases) -> Iterator[tuple[fx.Node | None, str]]:
     """A gather reads its parameters as they are in its segment: before that segment's writes, behind earlier ones.
     No edge of the graph says so, since shards are written in place and buckets read the flat buffer."""
     names = {node: spec.name for node, spec in step.inputs() if isinstance(spec, ParameterInput)}
-    aliases = Aliases(step.graph)
     writes: dict[str, list[fx.Node]] = {}
     for node in step.graph.nodes:
         for root in aliases.writes(node):
@@ -152,14 +155,13 @@ def _versions(step: StepGraph) -> Iterator[tuple[fx.Node | None, str]]:
                     yield node, f"'{node.name}' gathers '{name}' {place} its update '{write.name}'"
 
 
-def _shards(step: StepGraph) -> Iterator[tuple[fx.Node | None, str]]:
+def _shards(step: StepGraph, aliases: Aliases) -> Iterator[tuple[fx.Node | None, str]]:
     for node, spec in step.inputs():
         if isinstance(spec, ParameterInput):
             wanted = step.layout[spec.name].shard_shape
             if tuple(node.meta["val"].shape) != wanted:
                 yield node, f"parameter input '{spec.name}' is not a shard of shape {list(wanted)}"
     state = step.nodes_of(ParameterInput, OptimizerStateInput)
-    aliases = Aliases(step.graph)
     for node in step.graph.nodes:
         value = node.meta.get("val")
         if node.op == "call_function" and isinstance(value, torch.Tensor) and written_args(node):

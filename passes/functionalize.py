@@ -27,7 +27,7 @@ import torch.fx as fx
 from fsdp_fx._torch_private import current_graph, make_fx, tracing
 from fsdp_fx.annotate import META_KEYS, annotate_new_nodes
 from fsdp_fx.graph_pass import graph_pass
-from fsdp_fx.step_graph import Decision, StepGraph, is_random, written_args
+from fsdp_fx.step_graph import Decision, StepGraph, fresh, remove_dead, written_args
 
 __all__ = ["functionalize"]
 
@@ -118,19 +118,13 @@ def _replace(step: StepGraph, run: list[fx.Node]) -> None:
 
     with tracing(step.mode), torch.no_grad():
         # Fresh stand-ins: a write in this trace must not reach those that the graph's meta shows.
-        values = [_fresh(_value(step, n)) for n in inputs]
+        values = [fresh(_value(step, n)) for n in inputs]
         traced = make_fx(torch.func.functionalize(functional))(*values)
     _splice(step, run, inputs, outputs, traced)
 
 
 def _value(step: StepGraph, node: fx.Node) -> Any:
     return getattr(step.module, str(node.target)) if node.op == "get_attr" else node.meta["val"]
-
-
-def _fresh(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    return value
 
 
 def _splice(
@@ -164,10 +158,7 @@ def _splice(
     for old, new in zip(outputs, results, strict=True):
         holes[old].replace_all_uses_with(mapping[new])
         graph.erase_node(holes[old])
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and node.meta.get("domain") == "local" and not node.users:
-            if not written_args(node) and not is_random(node):
-                graph.erase_node(node)
+    remove_dead(graph)
 
 
 def _keep_names(before: set[str], nodes: list[fx.Node]) -> None:

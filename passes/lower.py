@@ -9,7 +9,7 @@ After     all_to_all: f32[24] = all_to_all_single(pack, [12, 12], [12, 12], grou
 Requires  scheduled
 Ensures   lowered
 
-On gloo only, whose reduce_scatter takes 1.6 to 1.9 times as long as exchanging the pieces and averaging them
+On gloo only, whose reduce_scatter takes 1.6 to 2.0 times as long as exchanging the pieces and averaging them
 locally, and whose small all_reduce 1.2 times as long as gathering and adding (`benchmarks/collectives.py`); other
 backends keep their own. With two ranks the sum has the same two terms, hence the same bits. An all-reduce of more
 than ALL_REDUCE_BYTES stays: gathering it would move `world` times the bytes.

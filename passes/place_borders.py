@@ -85,11 +85,11 @@ def _sharded_nodes(step: StepGraph, aliases: Aliases) -> set[fx.Node]:
             continue
         if node.target is not reduce_gradient and all(user in sharded for user in node.users):
             sharded.add(node)
-    _refuse_return(step, aliases, sharded)
+    _refuse_return(step, sharded)
     return sharded
 
 
-def _refuse_return(step: StepGraph, aliases: Aliases, sharded: set[fx.Node]) -> None:
+def _refuse_return(step: StepGraph, sharded: set[fx.Node]) -> None:
     """The local domain may not read optimizer state or reduced gradients."""
     for node in step.graph.nodes:
         if node.target is reduce_gradient and node.args[0] in sharded:

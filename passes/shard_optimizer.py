@@ -50,7 +50,9 @@ from fsdp_fx.step_graph import (
     StepGraph,
     emit,
     fake_result,
+    fresh,
     is_random,
+    remove_dead,
     written_args,
 )
 
@@ -414,12 +416,11 @@ class _Sharder:
             return locals_
 
         with self.step.mode, torch.no_grad():
-            values = [_fresh(t.meta["val"]) for t in tensors]
+            values = [fresh(t.meta["val"]) for t in tensors]
             gm = make_fx(local)(*values)
+        remove_dead(gm.graph)
         for node in reversed(gm.graph.nodes):
-            if node.op == "call_function" and not node.users and not written_args(node):
-                gm.graph.erase_node(node)
-            elif node.target is aten.view.default and _same_view(node):
+            if node.target is aten.view.default and _same_view(node):
                 node.replace_all_uses_with(node.args[0])
                 gm.graph.erase_node(node)
         if key is not None:
@@ -476,10 +477,6 @@ class _Sharder:
 def _mesh(step: StepGraph) -> DeviceMesh:
     assert step.mesh is not None
     return step.mesh
-
-
-def _fresh(value: Any) -> Any:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _key(value: torch.Tensor) -> Any:

@@ -56,6 +56,24 @@ def compare(build, make_step, steps=4, tolerance=1e-5):
     return step
 
 
+def stepping(optimizer, reduce=nothing):
+    """The ordinary step: backward, step, zero_grad."""
+
+    def train_step(model, x):
+        loss = loss_of(model, x)
+        loss.backward()
+        reduce(model)
+        optimizer.step()
+        model.zero_grad()
+        return loss.detach()
+
+    return train_step
+
+
+def with_sgd(model, reduce):
+    return stepping(torch.optim.SGD(model.parameters(), lr=0.1), reduce)
+
+
 def batch_norm():
     """Running statistics are this rank's own, as eager's; the activation is in place."""
 
@@ -63,20 +81,7 @@ def batch_norm():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.ReLU(inplace=True), nn.Linear(7, 3))
 
-    def make(model, reduce):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def train_step(model, x):
-            loss = loss_of(model, x)
-            loss.backward()
-            reduce(model)
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        return train_step
-
-    compare(build, make)
+    compare(build, with_sgd)
 
 
 def kept_gradients():
@@ -245,14 +250,7 @@ def state_dict_round_trip():
     model = small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
-    def train_step(model, x):
-        loss = loss_of(model, x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    step = fsdp_compile(train_step, model)
+    step = fsdp_compile(stepping(optimizer), model)
     for i in range(2):
         step(data(i))
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -272,18 +270,7 @@ def eager_steps_between():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = torch.optim.SGD(reference.parameters(), lr=0.1)
 
-    def make(optimizer, reduce):
-        def train_step(model, x):
-            loss = loss_of(model, x)
-            loss.backward()
-            reduce(model)
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        return train_step
-
-    step, eager = fsdp_compile(make(optimizer, nothing), model), make(expected, average)
+    step, eager = fsdp_compile(stepping(optimizer), model), stepping(expected, average)
     step(data(0))
     eager(reference, data(0))
     with torch.no_grad():
@@ -378,17 +365,7 @@ def test_lazy_state(ranks):
 def torch_optimizer(name):
     def make(model, reduce):
         parameters = [p for p in model.parameters() if p.dim() == 2] if name == "Muon" else model.parameters()
-        optimizer = getattr(torch.optim, name)(parameters, lr=0.01)
-
-        def train_step(model, x):
-            loss = loss_of(model, x)
-            loss.backward()
-            reduce(model)
-            optimizer.step()
-            model.zero_grad()
-            return loss.detach()
-
-        return train_step
+        return stepping(getattr(torch.optim, name)(parameters, lr=0.01), reduce)
 
     compare(small, make)
 
@@ -494,21 +471,8 @@ class Averaging(nn.Module):
 
 
 def replaced_buffer():
-    def make(model, reduce):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def train_step(model, x):
-            loss = loss_of(model, x)
-            loss.backward()
-            reduce(model)
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        return train_step
-
     torch.manual_seed(0)
-    compare(Averaging, make)
+    compare(Averaging, with_sgd)
 
 
 def test_a_buffer_that_the_forward_replaces(ranks):
@@ -525,21 +489,8 @@ class Recomputed(nn.Module):
 
 
 def checkpointed():
-    def make(model, reduce):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def train_step(model, x):
-            loss = loss_of(model, x)
-            loss.backward()
-            reduce(model)
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        return train_step
-
     torch.manual_seed(0)
-    compare(Recomputed, make)
+    compare(Recomputed, with_sgd)
 
 
 def test_checkpointing_without_dropout(ranks):
