@@ -14,7 +14,6 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from fsdp_fx._torch_private import backend_name
 from fsdp_fx.agreement import Agreement, check_kept
@@ -29,6 +28,7 @@ from fsdp_fx.report import Report, make_report
 from fsdp_fx.signature import StepSignature
 from fsdp_fx.state import OptimizerShards
 from fsdp_fx.storage import ShardedModel
+from fsdp_fx.tree import flatten
 from fsdp_fx.world import check_alive, find_mesh, is_simulated
 
 __all__ = ["CompiledStep", "fsdp_compile"]
@@ -139,7 +139,8 @@ class CompiledStep(Generic[R]):
         return self
 
     def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, list[Any]]:
-        leaves, tree = pytree.tree_flatten((args, kwargs))
+        kwargs = dict(sorted(kwargs.items()))  # their order means nothing
+        leaves, tree = flatten((args, kwargs))
         self._sharded.check_parameters()
         key = self._guards.key(leaves, tree)
         reason = None
@@ -150,7 +151,10 @@ class CompiledStep(Generic[R]):
                 return program, leaves
         if reason is None:
             reason = "first call" if self._last_key is None else self._guards.difference(self._last_key, key)
-        return self._compile(args, kwargs, key, reason), leaves
+        program = self._compile(args, kwargs, key, reason)
+        # Other objects among the arguments are known by id, which must not be used again for another object.
+        self._arguments += [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        return program, leaves
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any, reason: str) -> Program:
         # A retrace is worth a warning, once and not once a rank.
@@ -173,8 +177,6 @@ class CompiledStep(Generic[R]):
         self._agree(key, captured.step.signature, stages.step.plan())
         program = Program(captured, stages, self._model, self._sharded, self._state)
         self._programs.setdefault(key, []).append(program)
-        # Other objects among the arguments are known by id, which must not be used again for another object.
-        self._arguments += [leaf for leaf in pytree.tree_leaves((args, kwargs)) if not isinstance(leaf, torch.Tensor)]
         self._trim(key)
         self._seconds = stages.step.timings
         self._traces.append(reason)

@@ -25,6 +25,7 @@ from fsdp_fx.signature import (
     GradientInput,
     GradientOutput,
     HyperparameterInput,
+    InputGradientOutput,
     OptimizerStateInput,
     OptimizerStateOutput,
     ParameterInput,
@@ -156,19 +157,22 @@ class Program:
             except Exception as error:
                 self._explain(error)
                 raise
-        return self._finish(results, optimizers)
+        return self._finish(results, optimizers, leaves)
 
     def _fill_states(self, arguments: list[Any], optimizers: list[Optimizer]) -> None:
         for position, number, index, key in self._states:
             arguments[position] = self.state.local(optimizers[number], index, key)
 
-    def _finish(self, results: tuple[Any, ...], optimizers: list[Optimizer]) -> Any:
+    def _finish(self, results: tuple[Any, ...], optimizers: list[Optimizer], given: list[Any]) -> Any:
         sharded = self.sharded
         for name in self.captured.cleared_gradients:
             sharded.clear_gradient(self._index_of[name])
         for spec, value in zip(self._outputs, results, strict=True):
             if isinstance(spec, GradientOutput):
                 sharded.show_gradient(self._index_of[spec.parameter], value)
+            elif isinstance(spec, InputGradientOutput):
+                leaf = given[spec.leaf]
+                leaf.grad = value if leaf.grad is None else leaf.grad + value
             elif isinstance(spec, OptimizerStateOutput):
                 self.state.put(optimizers[spec.optimizer], self._index_of[spec.parameter], spec.key, value)
         for optimizer in optimizers:

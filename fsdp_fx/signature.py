@@ -14,6 +14,7 @@ __all__ = [
     "GradientInput",
     "GradientOutput",
     "HyperparameterInput",
+    "InputGradientOutput",
     "InputSpec",
     "OptimizerStateInput",
     "OptimizerStateOutput",
@@ -22,7 +23,13 @@ __all__ = [
     "StepSignature",
     "StorageInput",
     "UserOutput",
+    "safe_name",
 ]
+
+
+def safe_name(text: str) -> str:
+    """A part of a node's name: letters, digits and underscores only."""
+    return "".join(c if c.isalnum() else "_" for c in text)
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,17 @@ class GradientOutput:
 
 
 @dataclass(frozen=True)
+class InputGradientOutput:
+    """The gradient of a batch tensor that requires one; this rank's own, added to the `.grad` of leaf `leaf`."""
+
+    leaf: int
+    path: str
+
+    def __str__(self) -> str:
+        return f"gradient of batch {self.path}"
+
+
+@dataclass(frozen=True)
 class OptimizerStateOutput:
     """Optimizer state that the step created or replaced."""
 
@@ -149,7 +167,7 @@ class OptimizerStateOutput:
         return f"optimizer[{self.optimizer}] {self.key} of {self.parameter}"
 
 
-OutputSpec: TypeAlias = UserOutput | GradientOutput | OptimizerStateOutput
+OutputSpec: TypeAlias = UserOutput | GradientOutput | InputGradientOutput | OptimizerStateOutput
 
 
 @dataclass(frozen=True)

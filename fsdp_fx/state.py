@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_fx.capture import StateInit
+from fsdp_fx.lazy_state import StateInit
 from fsdp_fx.storage import FlatStorage, ShardedModel
 
 __all__ = ["OptimizerShards"]

@@ -39,6 +39,7 @@ from fsdp_fx.graph_pass import graph_pass
 from fsdp_fx.printing import node_text
 from fsdp_fx.signature import (
     GradientInput,
+    InputGradientOutput,
     OptimizerStateInput,
     OptimizerStateOutput,
     ParameterInput,
@@ -461,7 +462,7 @@ class _Sharder:
                         spec = replace(spec, placement="sharded", shape=shape)
                     elif isinstance(placed, Whole):
                         spec = replace(spec, placement="replicated")
-                else:
+                elif not isinstance(spec, InputGradientOutput):
                     layout = step.layout[spec.parameter]
                     wants_rows = not isinstance(spec, OptimizerStateOutput) or (
                         tuple(self.whole[node].shape) == layout.shape

@@ -135,15 +135,6 @@ def noise_on_gradients(model, x):
         p.grad.add_(torch.randn_like(p.grad))
 
 
-class Box:
-    def __init__(self, x):
-        self.x = x
-
-
-def returns_a_box(model, x):
-    return Box(model(x))
-
-
 def refusal(case):
     """The message of the error that a step raises, with paths made short."""
     torch.manual_seed(0)
@@ -299,16 +290,6 @@ Operator aten.randn_like.default draws random numbers for a sharded tensor.
   fix: Draw the noise on the activations, or outside the step.
   graph:
     randn_like: f32[4,4] = aten.randn_like(detach_3, pin_memory=False)""",
-        )
-
-    def test_returns_a_box(self):
-        self.check(
-            "returns_a_box",
-            """\
-The step returns a Box, which holds tensors but is not a pytree.
-  at:  tests/test_refusals.py:LINE in returns_a_box
-  why: Its tensors cannot be found, so they would be lost.
-  fix: Return a tuple, dict or named tuple, or register the class with torch.utils._pytree.register_pytree_node / register_dataclass.""",
         )
 
     def test_unowned_module(self):

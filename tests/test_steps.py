@@ -1,6 +1,7 @@
 """Ordinary variations of a step on two ranks, against one process's step on gradients averaged over the ranks."""
 
 import copy
+import dataclasses
 
 import cases
 import pytest
@@ -495,3 +496,61 @@ def checkpointed():
 
 def test_checkpointing_without_dropout(ranks):
     ranks(2, checkpointed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    x: torch.Tensor
+    name: str
+
+
+class Answer:
+    """A plain class that pytree does not know."""
+
+    def __init__(self, loss, names):
+        self.loss = loss
+        self.names = names
+
+
+def objects_in_and_out():
+    torch.manual_seed(0)
+    model = small()
+    expected = copy.deepcopy(model)
+
+    def train_step(model, batch):
+        loss = loss_of(model, batch.x)
+        loss.backward()
+        return Answer(loss.detach(), [batch.name])
+
+    answer = fsdp_compile(train_step, model)(Batch(data(0), "first"))
+    wanted = train_step(expected, Batch(data(0), "first"))
+    assert type(answer) is Answer
+    assert answer.names == ["first"]
+    torch.testing.assert_close(answer.loss, wanted.loss)
+
+
+def test_objects_in_and_out(ranks):
+    ranks(1, objects_in_and_out)
+
+
+def input_gradients():
+    torch.manual_seed(0)
+    model = small()
+    expected = copy.deepcopy(model)
+
+    def train_step(model, x):
+        loss = loss_of(model, x)
+        loss.backward()
+        return loss.detach()
+
+    x = data(0).requires_grad_()
+    wanted = x.detach().clone().requires_grad_()
+    compiled = fsdp_compile(train_step, model)
+    for _ in range(2):  # The second call accumulates.
+        compiled(x)
+        train_step(expected, wanted)
+        torch.testing.assert_close(x.grad, wanted.grad)
+
+
+def test_gradients_of_inputs(ranks):
+    ranks(1, input_gradients)
